@@ -1,0 +1,25 @@
+"""Typed windows over one traceable byte buffer: mixed-dtype caches under `torch.compile`."""
+
+from aliasstorage import errors
+from aliasstorage.errors import AliasStorageError
+from aliasstorage.storage import ByteStorage
+from aliasstorage.tensor import AliasTensor
+from aliasstorage.tree import unwrap, unwrap_module_, wrap, wrap_module_
+from aliasstorage.window import Window
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # Values
+    "Window",
+    "AliasTensor",
+    "ByteStorage",
+    # Conversions
+    "wrap",
+    "unwrap",
+    "wrap_module_",
+    "unwrap_module_",
+    # Errors
+    "AliasStorageError",
+    "errors",
+]

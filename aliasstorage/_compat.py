@@ -1,0 +1,91 @@
+"""The only file that imports private torch names.
+
+Beside each name stands what it is for; all of them exist in torch 2.13.0 and 2.14.1, and
+`tests/test_compat.py` fails first when a release moves one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# What the compilation in progress knows: its fake mode, its guards.
+from torch._guards import TracingContext
+
+# The type of a tensor while Dynamo and AOTAutograd trace: a buffer of one of these types is
+# traced, a buffer of type torch.Tensor holds real bytes.
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+# Points a view's outer storage at its base's, which functionalization compares to learn that
+# an output aliases an input.
+from torch.utils._python_dispatch import (
+    _disable_current_modes as disable_current_modes,  # arithmetic on data-less tensors
+)
+from torch.utils._python_dispatch import (
+    return_and_correct_aliasing,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FunctionalTensor",
+    "current_functional_mode",
+    "disable_current_modes",
+    "functional_value",
+    "is_proxy_tracing",
+    "return_and_correct_aliasing",
+    "storage_key",
+]
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def current_functional_mode() -> Any:
+    """Return the active functionalization mode, or None outside AOTAutograd's tracing."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def is_proxy_tracing() -> bool:
+    """Return whether operations are being recorded into an fx graph by make_fx."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_compile_tracing() -> bool:
+    """Return whether Dynamo or AOTAutograd is compiling on this thread."""
+    return TracingContext.try_get() is not None
+
+
+def functional_value(tensor: FunctionalTensor) -> torch.Tensor:
+    """Return the tensor a functional wrapper currently stands for."""
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return an identity of the tensor's storage, unique while the storage lives."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def no_inference_mode() -> Iterator[None]:
+    """Create ordinary tensors even when the caller is in inference mode."""
+    with torch.inference_mode(False):
+        yield
+
+
+def fake_tensors_sharing_storage(fake: FakeTensor) -> list[torch.Tensor]:
+    """Return the other fake inputs of a trace that share a fake buffer's storage.
+
+    Dynamo fakes the inputs of a frame through one converter, whose memo holds them all.
+    """
+    memo = fake.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+    key = storage_key(fake)
+    others = []
+    for other in list(memo.values()):
+        if other is None or other is fake or not isinstance(other, FakeTensor):
+            continue
+        if storage_key(other) == key:
+            others.append(other)
+    return others

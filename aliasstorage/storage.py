@@ -1,0 +1,97 @@
+"""`ByteStorage`: allocate or adopt a storage, and take typed windows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aliasstorage.registry import byte_buffer
+from aliasstorage.tensor import AliasTensor
+from aliasstorage.window import Window, check_strided, contiguous_stride, regenerate
+
+
+class ByteStorage:
+    """A storage of bytes from which typed windows are taken.
+
+    Windows may be taken eagerly and passed to compiled functions, or taken inside a compiled
+    function, where the storage is then one graph input however many windows there are.
+
+    >>> import torch, aliasstorage
+    >>> storage = aliasstorage.ByteStorage.zeros(64)
+    >>> keys = storage.window(torch.float16, (4, 4))
+    >>> state = storage.window(torch.float32, (2, 4), byte_offset=32)
+    >>> state.fill_(1.0).sum().item(), storage.buffer[32:36].tolist()
+    (8.0, [0, 0, 128, 63])
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        """Take windows of a byte buffer; use `zeros`, `empty` or `adopt` to make one."""
+        self._root = AliasTensor(buffer, Window(torch.uint8, (buffer.numel(),)))
+
+    @classmethod
+    def zeros(cls, nbytes: int, *, device: torch.device | str | None = None) -> ByteStorage:
+        """Allocate ``nbytes`` zero bytes."""
+        return cls(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def empty(cls, nbytes: int, *, device: torch.device | str | None = None) -> ByteStorage:
+        """Allocate ``nbytes`` bytes without initializing them."""
+        return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def adopt(cls, tensor: torch.Tensor) -> ByteStorage:
+        """Use the whole storage of an existing tensor of any dtype and offset, without a copy.
+
+        Raises:
+            UnsupportedTensorError: The tensor has no strided bytes.
+
+        >>> import torch, aliasstorage
+        >>> raw = torch.zeros(2, 8, dtype=torch.bfloat16)
+        >>> aliasstorage.ByteStorage.adopt(raw[1]).nbytes
+        32
+        """
+        if isinstance(tensor, AliasTensor):
+            return cls(tensor.buffer)
+        check_strided(tensor)
+        return cls(byte_buffer(tensor))
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The byte buffer: a plain 1-D contiguous ``uint8`` tensor, the whole storage."""
+        return self._root.buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the storage, in bytes."""
+        return self._root.shape[0]
+
+    def window(
+        self,
+        dtype: torch.dtype,
+        size: Sequence[int],
+        stride: Sequence[int] | None = None,
+        byte_offset: int = 0,
+    ) -> AliasTensor:
+        """Return a typed window.
+
+        Args:
+            dtype: Element type.
+            size: Extents, in elements.
+            stride: Steps, in elements; row-major when omitted.
+            byte_offset: Offset of the first element from the start of the storage, in bytes.
+
+        Raises:
+            InvalidWindowError: The size, stride or offset makes no sense.
+            MisalignedWindowError: The offset is not a multiple of the itemsize.
+            WindowOutOfBoundsError: The window reaches past the storage.
+        """
+        stride = contiguous_stride(size) if stride is None else stride
+        if torch.compiler.is_compiling():
+            # Views of the one window over everything, so that the compiled function has one
+            # input for the storage. torch checks their bounds as it traces.
+            return regenerate(self._root, dtype, size, stride, byte_offset)
+        return AliasTensor(self.buffer, Window(dtype, tuple(size), tuple(stride), byte_offset))
+
+    def __repr__(self) -> str:
+        return f"ByteStorage({self.nbytes} bytes on {self.buffer.device})"

@@ -1,0 +1,489 @@
+"""`AliasTensor`: a typed window over a byte buffer, as a tensor.
+
+Note [Two kinds of AliasTensor]
+Over a buffer of real bytes, an AliasTensor is an alias of the plain typed view: it has that
+view's storage, data pointer and version counter, and an operation on it runs on the view.
+While torch traces, the buffer is a FakeTensor or a FunctionalTensor; there an AliasTensor is a
+wrapper without storage, and each operation regenerates the typed view from the buffer, so that
+every read and every write appears in the graph as a window of the one buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from aliasstorage import tracing
+from aliasstorage._compat import (
+    FunctionalTensor,
+    disable_current_modes,
+    disabled_torch_function,
+    is_compile_tracing,
+    return_and_correct_aliasing,
+)
+from aliasstorage.dispatch import OpInfo, op_info
+from aliasstorage.errors import (
+    GradientWriteError,
+    MetadataMutationError,
+    RequiresGradError,
+    UnsupportedTensorError,
+)
+from aliasstorage.registry import byte_buffer
+from aliasstorage.window import Window, regenerate
+
+
+class AliasTensor(torch.Tensor):
+    """A cache view as a typed window over one byte buffer.
+
+    Tensor attributes:
+        buffer: The byte buffer, 1-D contiguous ``uint8``, the whole storage.
+
+    Non-tensor attributes:
+        window: dtype, size and stride in elements, byte offset.
+
+    Invariants:
+        * ``window.regenerate(buffer)`` is the plain typed view with the same values, and the
+          tensor's own dtype, shape, stride and storage offset are that view's.
+        * Windows of one storage hold the same buffer object.
+        * It never requires gradients.
+
+    + Views stay windows; in-place operations write the buffer's bytes; stock `torch.compile`
+      sees one mutated input for all windows of a storage.
+    - Operations that change metadata in place, lazy conjugation and gradients are refused.
+
+    Args:
+        buffer: The byte buffer of a storage, as `ByteStorage.buffer` gives it.
+        window: What to see of it.
+
+    Raises:
+        UnsupportedTensorError: ``buffer`` is not a 1-D contiguous ``uint8`` tensor that covers
+            its storage.
+        WindowOutOfBoundsError: The window reaches past the buffer.
+
+    >>> import torch, aliasstorage
+    >>> buffer = torch.zeros(8, dtype=torch.uint8)
+    >>> ints = aliasstorage.AliasTensor(buffer, aliasstorage.Window(torch.int32, (2,)))
+    >>> ints[1] = -1
+    >>> buffer.tolist()
+    [0, 0, 0, 0, 255, 255, 255, 255]
+    """
+
+    _buffer: torch.Tensor
+    _plain: torch.Tensor | None
+    _window: Window | None
+    _tracing_storage: torch.UntypedStorage | None = None
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, buffer: torch.Tensor, window: Window) -> AliasTensor:
+        """Return the window of ``buffer``."""
+        if tracing.is_traced(buffer):
+            return cls._from_traced(
+                buffer, window.dtype, window.size, window.stride, window.byte_offset
+            )
+        _check_buffer(buffer)
+        buffer = byte_buffer(buffer)
+        return cls._from_plain(buffer, window.regenerate(buffer), window)
+
+    @classmethod
+    def _from_plain(
+        cls, buffer: torch.Tensor, plain: torch.Tensor, window: Window | None = None
+    ) -> AliasTensor:
+        """Return the window that ``plain``, a typed view of ``buffer``'s bytes, already is."""
+        self = torch.Tensor._make_subclass(cls, plain)
+        self._buffer, self._plain, self._window = buffer, plain, window
+        return self
+
+    @classmethod
+    def _from_traced(
+        cls,
+        buffer: torch.Tensor,
+        dtype: torch.dtype,
+        size: Sequence[int],
+        stride: Sequence[int],
+        byte_offset: int,
+    ) -> AliasTensor:
+        """Return a wrapper over a traced buffer; sizes may be symbolic."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            size,
+            strides=stride,
+            # The plain view's offset, so that as_strided means on a window what it means there.
+            storage_offset=byte_offset // dtype.itemsize,
+            dtype=dtype,
+            device=buffer.device,
+            requires_grad=False,
+        )
+        self._buffer, self._plain, self._window = buffer, None, None
+        return self
+
+    # --- what a window is ---
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The byte buffer: 1-D contiguous ``uint8``, the whole storage."""
+        return self._buffer
+
+    @property
+    def window(self) -> Window:
+        """The window: dtype, size and stride in elements, byte offset."""
+        if self._window is None:
+            self._window = Window(self.dtype, tuple(self.shape), self.stride(), self._byte_offset)
+        return self._window
+
+    @property
+    def _byte_offset(self) -> int:
+        return self.storage_offset() * self.dtype.itemsize
+
+    def _typed(self) -> torch.Tensor:
+        """Return the plain typed view that this window is."""
+        if self._plain is not None:
+            return self._plain
+        dtype, offset = self.dtype, self._byte_offset
+        plain = regenerate(self._buffer, dtype, self.shape, self.stride(), offset)
+        if isinstance(self._buffer, FunctionalTensor):
+            # One functional view follows all later writes to its buffer, so it can be kept. A
+            # fake one cannot: kept from outside, it would be a constant inside a proxy trace.
+            self._plain = plain
+        return plain
+
+    # --- the flatten protocol ---
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, int]]:
+        """Return the inner tensor's name and the static context."""
+        # Size and stride are not in the context: torch hands them to unflatten, symbolic ones
+        # resolved, whereas a SymInt in the context would leak into run time.
+        return ["_buffer"], (self.dtype, self._byte_offset)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor],
+        context: tuple[torch.dtype, int],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> AliasTensor:
+        """Rebuild a window from its buffer."""
+        dtype, offset = context
+        buffer = inner["_buffer"]
+        if tracing.is_traced(buffer):
+            buffer = tracing.canonical_buffer(buffer)
+            return AliasTensor._from_traced(buffer, dtype, outer_size, outer_stride, offset)
+        plain = regenerate(buffer, dtype, outer_size, outer_stride, offset)
+        return AliasTensor._from_plain(buffer, plain)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Return the key of this input in AOTAutograd's cache.
+
+        See Note [Caches on disk ignore aliasing] in `tracing`.
+        """
+        ordinal = tracing.buffer_ordinal(self._buffer)
+        return repr((self.dtype, self.shape, self.stride(), self._byte_offset, ordinal))
+
+    # --- operations ---
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*_map_typed(args), **_map_typed(kwargs))  # a higher-order operator
+        info = op_info(func)
+        if info.refusal is not None:
+            raise info.refusal()
+        if info.viewed is not None:
+            return _view(func, info, args, kwargs)
+        if not info.mutated:
+            return func(*_map_typed(args), **_map_typed(kwargs))
+        return _mutate(func, info, args, kwargs)
+
+    # --- refusals of what does not pass through __torch_dispatch__ ---
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same window, as `detach` gives it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise MetadataMutationError(
+            "A window cannot be pointed at other memory.",
+            which="AliasTensor.data = tensor",
+            expected="a write of elements",
+            got=f"an assignment of a tensor of shape {tuple(value.shape)}",
+            do="Write with window.copy_(value), or bind a new window to the name.",
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> AliasTensor:
+        """Refuse to require gradients; ``False`` is accepted."""
+        if requires_grad:
+            _refuse_grad()
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Always False: a window holds state, not a differentiable value."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value:
+            _refuse_grad()
+
+    # --- what torch asks of a tensor before it fakes it ---
+
+    def _is_view(self) -> bool:
+        # Autograd marks a[0] as a view of a. To the tracer each window stands on its own: it is
+        # described by its buffer and its offset, and not replayed from another window.
+        return False
+
+    # Note [Returned views are regenerated from the input's buffer]
+    # AOTAutograd rebuilds an output that aliases an input by as_strided on that input, then a
+    # change of dtype, which is wrong between dtypes of different itemsize. When the output has
+    # a _base, it asks the output's _view_func instead; there the answer is exact: the same
+    # window of the input's buffer. All that is asked of the base itself is its metadata.
+    @property
+    def _base(self) -> torch.Tensor:
+        return _NO_BASE
+
+    def _view_func(self, new_base: torch.Tensor) -> AliasTensor:
+        window = (self.dtype, self.shape, self.stride(), self._byte_offset)
+        assert isinstance(new_base, AliasTensor)  # noqa: S101  (torch passes our input back)
+        buffer = new_base._buffer
+        if tracing.is_traced(buffer):
+            return AliasTensor._from_traced(buffer, *window)
+        return AliasTensor._from_plain(buffer, regenerate(buffer, *window))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the bytes.
+
+        Note [Windows have storages of their own while tracing]
+        Dynamo and AOTAutograd compare the storages of the *outer* tensors and give up on
+        subclasses that share one. While they trace, each window thus answers with a storage of
+        its own; that windows share bytes is said by their common buffer.
+        """
+        if is_compile_tracing() and not tracing.is_traced(self._buffer):
+            if self._tracing_storage is None:
+                nbytes = max(1, self._buffer.numel())
+                self._tracing_storage = torch.UntypedStorage(nbytes, device="meta")
+            return self._tracing_storage
+        return super().untyped_storage()
+
+    # --- leaving torch: these read memory directly, so they take the plain view ---
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the plain view's NumPy array, which shares its bytes."""
+        return self._typed().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self._typed().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """Return the values for NumPy."""
+        return self._typed().__array__() if dtype is None else self._typed().__array__(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return a DLPack capsule of the plain view, which shares its bytes."""
+        return self._typed().__dlpack__(**options)
+
+    # --- copies, pickles, printing ---
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AliasTensor:
+        """Copy the whole storage once, and keep its windows together."""
+        if id(self) in memo:
+            return memo[id(self)]
+        result = AliasTensor(copy.deepcopy(self._buffer, memo), self.window)
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the buffer and the window; windows of one storage stay together."""
+        window = self.window
+        fields = (window.dtype, window.size, window.stride, window.byte_offset)
+        return (rebuild_alias_tensor, (self._buffer, *fields))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Return the values and the window."""
+        if tracing.is_traced(self._buffer):
+            shape, stride, offset = tuple(self.shape), self.stride(), self._byte_offset
+            return f"AliasTensor({self.dtype}, {shape}, {stride}, byte_offset={offset}, traced)"
+        values = repr(self._typed()).removeprefix("tensor(").removesuffix(")")
+        return f"AliasTensor({values}, window={self.window})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        """Format a 0-dim window as its value, any other as its text."""
+        return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
+
+
+_NO_BASE = torch.empty(0)
+
+
+def rebuild_alias_tensor(
+    buffer: torch.Tensor,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    byte_offset: int,
+) -> AliasTensor:
+    """Rebuild a pickled window."""
+    return AliasTensor(buffer, Window(dtype, size, stride, byte_offset))
+
+
+torch.serialization.add_safe_globals([rebuild_alias_tensor])
+
+
+def _check_buffer(buffer: torch.Tensor) -> None:
+    covers = (
+        type(buffer) is torch.Tensor
+        and buffer.dtype == torch.uint8
+        and buffer.dim() == 1
+        and buffer.storage_offset() == 0
+        and buffer.numel() == buffer.untyped_storage().nbytes()
+        and buffer.is_contiguous()
+    )
+    if not covers:
+        raise UnsupportedTensorError(
+            "A window needs a byte buffer that covers its storage.",
+            which="buffer",
+            expected="a 1-D contiguous torch.uint8 tensor over the whole storage",
+            got=f"{type(buffer).__name__} of {buffer.dtype}, shape {tuple(buffer.shape)}, "
+            f"storage offset {buffer.storage_offset()}",
+            do="Use aliasstorage.ByteStorage.adopt(tensor), or aliasstorage.wrap(view).",
+        )
+
+
+def _refuse_grad() -> NoReturn:
+    raise RequiresGradError(
+        "A window cannot require gradients.",
+        which="AliasTensor.requires_grad",
+        expected="False",
+        got="True",
+        do="Keep trainable parameters outside the byte buffer; windows hold caches and states.",
+    )
+
+
+def _map_typed(value: Any) -> Any:
+    """Replace the windows in the arguments of an operation by their plain typed views."""
+    kind = type(value)
+    if kind is AliasTensor:
+        return value._typed()
+    if kind is tuple or kind is list:
+        return kind([_map_typed(item) for item in value])
+    if kind is dict:
+        return {key: _map_typed(item) for key, item in value.items()}
+    return value
+
+
+def _view(
+    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    assert info.viewed is not None  # noqa: S101  (the caller asked)
+    base = info.viewed.get(args, kwargs)
+    if not isinstance(base, AliasTensor):
+        return func(*_map_typed(args), **_map_typed(kwargs))
+    buffer = base._buffer
+    if not tracing.is_traced(buffer):
+        result = func(*_map_typed(args), **_map_typed(kwargs))
+        if isinstance(result, torch.Tensor):
+            return AliasTensor._from_plain(buffer, result)
+        return [AliasTensor._from_plain(buffer, item) for item in result]
+    # Note [A traced view is a window of the buffer]
+    # The view's size, stride and offset are computed on a tensor without data, outside the
+    # trace; the result is regenerated from the buffer when it is used. A chain of views thus
+    # never becomes a chain in the graph: a write through it is one scatter at its own bytes.
+    with disable_current_modes():
+        nbytes = buffer.shape[0]
+        bytes_ = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        stand_in = regenerate(bytes_, base.dtype, base.shape, base.stride(), base._byte_offset)
+        meta_args = [stand_in if item is base else item for item in args]
+        meta_kwargs = {k: stand_in if item is base else item for k, item in kwargs.items()}
+        shapes = func(*meta_args, **meta_kwargs)
+
+    def window(shape: torch.Tensor) -> AliasTensor:
+        offset = shape.storage_offset() * shape.dtype.itemsize
+        return AliasTensor._from_traced(buffer, shape.dtype, shape.shape, shape.stride(), offset)
+
+    single = isinstance(shapes, torch.Tensor)
+    result = window(shapes) if single else [window(shape) for shape in shapes]
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+def _mutate(
+    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if func is torch.ops.aten.copy_.default and tracing.is_written_back(args):
+        return args[0]
+    if torch.is_grad_enabled():
+        _check_no_gradient(func, info, args, kwargs)
+    outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
+    outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
+    typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
+    eager_outs = [entry for entry in outs if not tracing.is_traced(entry[1]._buffer)]
+    for argument, out in eager_outs:
+        # torch would resize an out= tensor of another shape; let it resize a scratch tensor.
+        typed_kwargs[argument.name] = torch.empty(0, dtype=out.dtype, device=out.device)
+    result = func(*typed_args, **typed_kwargs)
+    for argument, out in eager_outs:
+        _check_same_shape(func, argument.name, out, typed_kwargs[argument.name])
+    for argument, out in eager_outs:
+        out._typed().copy_(typed_kwargs[argument.name])
+    if len(info.returned) == 0:
+        return result
+    if len(info.returned) == 1:
+        source = info.returned[0]
+        return result if source is None else source.get(args, kwargs)
+    return tuple(
+        value if source is None else source.get(args, kwargs)
+        for source, value in zip(info.returned, result, strict=True)
+    )
+
+
+def _check_same_shape(
+    func: torch._ops.OpOverload, name: str, out: AliasTensor, scratch: torch.Tensor
+) -> None:
+    if out.shape != scratch.shape:
+        raise MetadataMutationError(
+            "An out= window has another shape than the result, and cannot be resized.",
+            which=f"{name}= of {func._schema.name}",
+            expected=f"a window of shape {tuple(scratch.shape)}",
+            got=f"shape {tuple(out.shape)}",
+            do="Pass a window of the result's shape.",
+        )
+
+
+def _check_no_gradient(
+    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse to write a value that requires gradients into a window."""
+    targets = [argument.get(args, kwargs) for argument in info.mutated]
+    flat_targets = [t for target in targets for t in _tensors(target)]
+    if not any(type(target) is AliasTensor for target in flat_targets):
+        return
+    for value in _tensors((args, tuple(kwargs.values()))):
+        if type(value) is not AliasTensor and value.requires_grad:
+            raise GradientWriteError(
+                "A value that requires gradients cannot be written into a window.",
+                which=func._schema.name,
+                expected="a value that does not require gradients, or torch.no_grad()",
+                got=f"a tensor of shape {tuple(value.shape)} with requires_grad=True",
+                do="Write value.detach(), or write under torch.no_grad().",
+            )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
