@@ -1,6 +1,7 @@
 """Typed windows over one traceable byte buffer: mixed-dtype caches under `torch.compile`."""
 
 from aliasstorage import errors
+from aliasstorage.backend import backend
 from aliasstorage.errors import AliasStorageError
 from aliasstorage.storage import ByteStorage
 from aliasstorage.tensor import AliasTensor
@@ -19,6 +20,8 @@ __all__ = [
     "unwrap",
     "wrap_module_",
     "unwrap_module_",
+    # Compilation
+    "backend",
     # Errors
     "AliasStorageError",
     "errors",

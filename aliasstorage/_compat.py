@@ -8,36 +8,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 
 # What the compilation in progress knows: its fake mode, its guards.
-from torch._guards import TracingContext
+from torch._guards import Guard, TracingContext
 
 # The type of a tensor while Dynamo and AOTAutograd trace: a buffer of one of these types is
 # traced, a buffer of type torch.Tensor holds real bytes.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+# Arithmetic on tensors without data in the middle of a trace.
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
 # Points a view's outer storage at its base's, which functionalization compares to learn that
 # an output aliases an input.
-from torch.utils._python_dispatch import (
-    _disable_current_modes as disable_current_modes,  # arithmetic on data-less tensors
-)
-from torch.utils._python_dispatch import (
-    return_and_correct_aliasing,
-)
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+# Names that only a compilation needs. They are imported on first use, because the compiler
+# takes a second to import and eager users do not need it.
+_ON_FIRST_USE = {
+    # Names of inputs, for guards and for AOTAutograd's bookkeeping.
+    "AttrSource": "torch._dynamo.source",
+    "TensorProperty": "torch._dynamo.source",
+    "TensorPropertySource": "torch._dynamo.source",
+    # The names that Dynamo's source expressions may use besides L and G.
+    "_get_closure_vars": "torch._dynamo.guards",
+    # Backends by name, AOTAutograd's entry point, and aot_eager's compiler.
+    "aot_autograd": "torch._dynamo.backends.common",
+    "boxed_nop": "torch._dynamo.backends.debugging",
+    "lookup_backend": "torch._dynamo.backends.registry",
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners",
+    # Inductor's entry points and its decompositions.
+    "compile_fx": "torch._inductor.compile_fx",
+    "compile_fx_inner": "torch._inductor.compile_fx",
+    "select_decomp_table": "torch._inductor.decomposition",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _ON_FIRST_USE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(module), name)
+    return value
+
 
 __all__ = [
     "FakeTensor",
     "FunctionalTensor",
-    "current_functional_mode",
+    "Guard",
+    "TracingContext",
     "disable_current_modes",
-    "functional_value",
-    "is_proxy_tracing",
     "return_and_correct_aliasing",
-    "storage_key",
+    *_ON_FIRST_USE,
 ]
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -66,6 +93,23 @@ def functional_value(tensor: FunctionalTensor) -> torch.Tensor:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return an identity of the tensor's storage, unique while the storage lives."""
     return tensor.untyped_storage()._cdata
+
+
+def ambient_fake_mode() -> Any:
+    """Return the fake mode of the compilation in progress."""
+    return TracingContext.get().fake_mode
+
+
+def current_guards() -> Any:
+    """Return the set of guards of the frame being compiled, or None outside a compilation."""
+    context = TracingContext.try_get()
+    return None if context is None else context.guards_context.dynamo_guards
+
+
+def source_name(source: Any) -> str:
+    """Return a source as a Python expression over L (locals) and G (globals)."""
+    name = source.name
+    return name() if callable(name) else name
 
 
 @contextmanager

@@ -38,6 +38,28 @@ def byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
+# A plain tensor's id -> the tensor, weakly, and the buffer of its storage. The buffer lives as
+# long as the tensor, which holds the storage anyway.
+_pinned: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+
+def pinned_byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `byte_buffer`, and keep it alive until ``tensor`` dies.
+
+    A compiled function that is called with the same plain tensors again and again finds one
+    buffer object, and with it the typed views that were made of it.
+    """
+    key = id(tensor)
+    entry = _pinned.get(key)
+    if entry is not None:
+        buffer = entry[1]
+        if storage_key(buffer) == storage_key(tensor) and entry[0]() is tensor:
+            return buffer
+    buffer = byte_buffer(tensor)
+    _pinned[key] = (weakref.ref(tensor, lambda _: _pinned.pop(key, None)), buffer)
+    return buffer
+
+
 def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     nbytes, itemsize = storage.nbytes(), tensor.dtype.itemsize
