@@ -48,8 +48,17 @@ _ON_FIRST_USE = {
     "select_decomp_table": "torch._inductor.decomposition",
 }
 
+# Modules of Inductor, for the two operations that bufferized graphs add to it.
+_MODULES = {
+    "inductor_ir": "torch._inductor.ir",
+    "inductor_lowering": "torch._inductor.lowering",
+    "inductor_virtualized": "torch._inductor.virtualized",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     module = _ON_FIRST_USE.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -65,6 +74,7 @@ __all__ = [
     "disable_current_modes",
     "return_and_correct_aliasing",
     *_ON_FIRST_USE,
+    *_MODULES,
 ]
 
 disabled_torch_function = torch._C._disabled_torch_function_impl

@@ -1,8 +1,10 @@
 """Choose what an inner backend is handed, and drive it.
 
-Inductor and the aot_eager family are driven through AOTAutograd here, on windows that are
-traced as `AliasTensor`; any other backend is handed a graph of plain torch operations on one
-byte buffer per storage.
+Note [What form a backend is given]
+* ``windows``: Inductor and the aot_eager family are driven through AOTAutograd here. Windows are
+  traced as `AliasTensor`, and the byte graph is bufferized: typed windows, written in place.
+* ``bytes``: any other backend is handed plain torch operations on one byte buffer per storage:
+  as_strided, view and squeeze, and ordinary in-place operations on the result.
 """
 
 from __future__ import annotations
@@ -13,13 +15,22 @@ from typing import Any
 import torch
 import torch.fx
 
-from aliasstorage._compat import boxed_nop  # noqa: F401
+from aliasstorage import _compat
+from aliasstorage.bufferize import ops
+from aliasstorage.bufferize.emit import BufferReport
+from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.guards import install_alias_guard
-from aliasstorage.merge import MergedGraph, find_storages, make_window, merge
-from aliasstorage.window import regenerate
+from aliasstorage.merge import MergedGraph, find_storages, make_window, merge, static_window
+from aliasstorage.window import Window, regenerate
 
 _OWN_OPTIONS = ("inner", "bufferize")
+_AOT_EAGER = ("aot_eager", "aot_eager_default_partitioner", "aot_eager_decomp_partition")
+
+Compiler = Callable[..., Callable[..., Any]]
+
+# Called with the reports and the graph of each bufferized graph; `explain` listens here.
+report_listeners: list[Callable[[list[BufferReport], torch.fx.GraphModule], None]] = []
 
 
 def compile_graph(
@@ -30,8 +41,24 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Merge the inputs of each storage, and compile the result with the inner backend."""
     inner = options.get("inner", "inductor")
-    inner_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
-    compiler = _inner_compiler(inner, inner_options, mode, options.get("bufferize", True))
+    storages = find_storages(module.graph)
+    roots = [
+        window
+        for storage in storages
+        for member in storage.members
+        if (window := static_window(member)) is not None
+    ]
+    compiler = _inner_compiler(inner, options, mode, roots)
+    _guard_alias_pattern(module, example_inputs)
+    if not storages:
+        return compiler(module, example_inputs)
+    traces_windows = inner in ("eager", "inductor", *_AOT_EAGER)
+    make = make_window if traces_windows else regenerate
+    merged = merge(module, example_inputs, storages, make)
+    return _call_merged(merged, compiler(merged.module, merged.example_inputs))
+
+
+def _guard_alias_pattern(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     placeholders = module.graph.find_nodes(op="placeholder")
     tensors = [
         (node._dynamo_source, value)
@@ -39,19 +66,9 @@ def compile_graph(
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     ]
     install_alias_guard([source for source, _ in tensors], [value for _, value in tensors])
-    storages = find_storages(module.graph)
-    if not storages:
-        return compiler(module, example_inputs)
-    make = make_window if _traces_subclasses(inner) else regenerate
-    merged = merge(module, example_inputs, storages, make)
-    compiled = compiler(merged.module, merged.example_inputs)
-    return _call_merged(merged, compiled)
 
 
 def _call_merged(merged: MergedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    if all(not isinstance(output, torch.Tensor) for output in merged.outputs):
-        pass
-
     def call(*args: Any) -> tuple[Any, ...]:
         buffers, inputs = merged.inputs(args)
         return merged.results(buffers, compiled(*inputs))
@@ -59,36 +76,80 @@ def _call_merged(merged: MergedGraph, compiled: Callable[..., Any]) -> Callable[
     return torch.compiler.disable(call, reason="the alias rewriting around a compiled graph")
 
 
-_AOT_EAGER = ("aot_eager", "aot_eager_default_partitioner", "aot_eager_decomp_partition")
-
-
-def _traces_subclasses(inner: Any) -> bool:
-    return inner == "eager" or inner == "inductor" or inner in _AOT_EAGER
-
-
 def _inner_compiler(
-    inner: Any, options: dict[str, Any], mode: str | None, bufferize: bool
-) -> Callable[..., Callable[..., Any]]:
+    inner: Any, options: dict[str, Any], mode: str | None, roots: Sequence[Window]
+) -> Compiler:
     """Return ``(module, example_inputs) -> callable`` for an inner backend."""
-    from aliasstorage import _compat
-
+    bufferize = options.get("bufferize", True)
+    inner_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
     if inner == "inductor":
-        patches = dict(options)
-        if mode not in (None, "default"):
-            patches = {**torch._inductor.list_mode_options(mode), **patches}
-
-        def compile_with_inductor(module: Any, example_inputs: Any) -> Callable[..., Any]:
-            return _compat.compile_fx(module, example_inputs, config_patches=patches)
-
-        return compile_with_inductor
-    if options or mode not in (None, "default"):
+        return _inductor(inner_options, mode, bufferize, roots)
+    if inner_options or mode not in (None, "default"):
         raise BackendUnsupportedError(
             "An option is only known to Inductor.",
-            which=", ".join(options) or f"mode={mode!r}",
+            which=", ".join(inner_options) or f"mode={mode!r}",
             expected=f"one of {', '.join(_OWN_OPTIONS)}",
             got=f"inner={inner!r}",
             do="Bind other options to the inner backend with functools.partial.",
         )
+    if inner in _AOT_EAGER and bufferize:
+        return _aot_eager(inner, roots)
     if isinstance(inner, str):
         return _compat.lookup_backend(inner)
     return inner
+
+
+def _notify(reports: list[BufferReport], module: torch.fx.GraphModule) -> None:
+    for listener in report_listeners:
+        listener(reports, module)
+
+
+def _inductor(
+    options: dict[str, Any], mode: str | None, bufferize: bool, roots: Sequence[Window]
+) -> Compiler:
+    patches = dict(options)
+    if mode not in (None, "default"):
+        patches = {**torch._inductor.list_mode_options(mode), **patches}
+
+    def inner_compile(
+        module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[..., Any]:
+        static = kwargs.pop("static_input_idxs", ())
+
+        def compiler(
+            module: torch.fx.GraphModule, inputs: Sequence[Any], static: Sequence[int]
+        ) -> Callable[..., Any]:
+            return _compat.compile_fx_inner(module, inputs, static_input_idxs=static, **kwargs)
+
+        return compile_bufferized(module, example_inputs, compiler, roots, static, _notify)
+
+    def compile_with_inductor(
+        module: torch.fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        if not bufferize:
+            return _compat.compile_fx(module, example_inputs, config_patches=patches)
+        ops.register_inductor_lowerings()
+        return _compat.compile_fx(
+            module, example_inputs, inner_compile=inner_compile, config_patches=patches
+        )
+
+    return compile_with_inductor
+
+
+def _aot_eager(inner: str, roots: Sequence[Window]) -> Compiler:
+    def compiler(
+        module: torch.fx.GraphModule, inputs: Sequence[Any], static: Sequence[int]
+    ) -> Callable[..., Any]:
+        return _compat.boxed_nop(module, inputs)
+
+    def forward(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_bufferized(module, inputs, compiler, roots, on_report=_notify)
+
+    options: dict[str, Any] = {}
+    if inner != "aot_eager_default_partitioner":
+        options["partition_fn"] = _compat.min_cut_rematerialization_partition
+    if inner == "aot_eager_decomp_partition":
+        options["decompositions"] = _compat.select_decomp_table
+    return _compat.aot_autograd(
+        fw_compiler=forward, bw_compiler=forward, keep_inference_input_mutations=True, **options
+    )

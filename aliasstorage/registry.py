@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Generic, TypeVar
 
 import torch
 
@@ -38,25 +39,46 @@ def byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
-# A plain tensor's id -> the tensor, weakly, and the buffer of its storage. The buffer lives as
-# long as the tensor, which holds the storage anyway.
-_pinned: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+Value = TypeVar("Value")
+
+
+class PerTensor(Generic[Value]):
+    """A value for each tensor object, dropped when the object dies.
+
+    A weak-key dictionary would compare keys, and comparing tensors makes tensors.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
+
+    def get(self, tensor: torch.Tensor) -> Value | None:
+        """Return the tensor's value, or None."""
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def set(self, tensor: torch.Tensor, value: Value) -> None:
+        """Give the tensor a value. It must not refer to the tensor itself."""
+        key, entries = id(tensor), self._entries
+        entries[key] = (weakref.ref(tensor, lambda _: entries.pop(key, None)), value)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+_pinned: PerTensor[torch.Tensor] = PerTensor()
 
 
 def pinned_byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Return `byte_buffer`, and keep it alive until ``tensor`` dies.
 
     A compiled function that is called with the same plain tensors again and again finds one
-    buffer object, and with it the typed views that were made of it.
+    buffer object, and with it the typed views that were made of it. The tensor holds the
+    storage anyway.
     """
-    key = id(tensor)
-    entry = _pinned.get(key)
-    if entry is not None:
-        buffer = entry[1]
-        if storage_key(buffer) == storage_key(tensor) and entry[0]() is tensor:
-            return buffer
-    buffer = byte_buffer(tensor)
-    _pinned[key] = (weakref.ref(tensor, lambda _: _pinned.pop(key, None)), buffer)
+    buffer = _pinned.get(tensor)
+    if buffer is None or storage_key(buffer) != storage_key(tensor):
+        buffer = byte_buffer(tensor)
+        _pinned.set(tensor, buffer)
     return buffer
 
 

@@ -1,0 +1,98 @@
+"""The two operations that a bufferized graph has besides ATen's: `fence` and `materialize`.
+
+``aliasstorage::fence(Tensor(a!)[] windows) -> ()`` does nothing, and declares that it mutates
+its arguments, so that no scheduler moves an access of one of them across it. On Inductor it is
+a node of the schedule from which no code is generated.
+
+``aliasstorage::materialize(Tensor x) -> Tensor`` copies, bit for bit. An ``aten.clone`` would be
+dropped as a no-op by passes that assume a graph without mutation, and CPU Inductor would take
+16-bit floats through float32, which changes the bits of NaNs; on Inductor this calls the clone
+kernel instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("aliasstorage", "DEF")
+_library.define("fence(Tensor(a!)[] windows) -> ()")
+_library.define("materialize(Tensor x) -> Tensor")
+_library.define("masked_write_(Tensor(a!) window, Tensor mask, Tensor value) -> ()")
+
+
+@torch.library.impl(_library, "fence", "CompositeExplicitAutograd")
+def _fence(windows: list[torch.Tensor]) -> None:
+    return None
+
+
+@torch.library.impl(_library, "materialize", "CompositeExplicitAutograd")
+def _materialize(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.impl(_library, "masked_write_", "CompositeExplicitAutograd")
+def _masked_write(window: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> None:
+    window.copy_(torch.where(mask, value, window))
+
+
+torch.library.register_fake("aliasstorage::fence", lambda windows: None, lib=_library)
+torch.library.register_fake("aliasstorage::materialize", torch.empty_like, lib=_library)
+torch.library.register_fake(
+    "aliasstorage::masked_write_", lambda window, mask, value: None, lib=_library
+)
+
+fence = torch.ops.aliasstorage.fence.default
+materialize = torch.ops.aliasstorage.materialize.default
+masked_write_ = torch.ops.aliasstorage.masked_write_.default
+
+_lowerings_registered = False
+
+
+def register_inductor_lowerings() -> None:
+    """Teach Inductor the two operations; called before the first compilation."""
+    global _lowerings_registered
+    if _lowerings_registered:
+        return
+    _lowerings_registered = True
+    from aliasstorage._compat import inductor_ir as ir
+    from aliasstorage._compat import inductor_lowering, inductor_virtualized
+
+    class Fence(ir.ExternKernel):
+        """Mutates its inputs as far as the scheduler can tell, and generates no code."""
+
+        def __init__(self, windows: list[Any]) -> None:
+            layout = ir.NoneLayout(device=windows[0].get_device())
+            super().__init__(None, layout, self.unwrap_storage(windows))
+            graph = inductor_virtualized.V.graph
+            self.name = graph.register_buffer(self)
+            graph.register_operation(self)
+            self.mutation_outputs = [
+                ir.MutationOutput(layout, window, self) for window in windows
+            ]
+
+        def codegen(self, wrapper: Any) -> None:
+            pass
+
+        def should_allocate(self) -> bool:
+            return False
+
+        def has_side_effects(self) -> bool:
+            return True
+
+        def get_unbacked_symbol_defs(self) -> Any:
+            return set()
+
+    def lower_fence(windows: list[Any]) -> None:
+        for window in windows:
+            window.realize()
+        Fence(windows)
+
+    def lower_materialize(x: Any) -> Any:
+        clone = torch.ops.aten.clone.default
+        return ir.TensorBox.create(ir.FallbackKernel.create(clone, x))
+
+    register = inductor_lowering.register_lowering
+    register(fence, type_promotion_kind=None)(lower_fence)
+    register(materialize, type_promotion_kind=None)(lower_materialize)
