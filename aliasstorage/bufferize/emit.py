@@ -77,6 +77,7 @@ class BufferEmitter:
         self.called: dict[torch.fx.Node, torch.fx.Node] = {}  # write -> auto_functionalized
         self.written_value: list[ReadNode] = []  # values that in-place writes leave in memory
         self._choose_in_place()
+        self.old_of = self._find_old()  # see _masked_write
         self.reads, self.plan_reads, self.plan_writes = self._describe()
         self.plan: Plan = plan(self.plan_reads, self.plan_writes, preferred_roots)
 
@@ -421,13 +422,6 @@ class BufferEmitter:
         result = self.graph.call_function(target, (node, *args))
         result.meta["val"] = _fake(target, node.meta["val"], *args)
         return result
-
-    @property
-    def old_of(self) -> dict[torch.fx.Node, int]:
-        """For each ``where`` that a write keeps old values through, which argument is the old."""
-        if not hasattr(self, "_old_of"):
-            self._old_of = self._find_old()
-        return self._old_of
 
     def _find_old(self) -> dict[torch.fx.Node, int]:
         found = {}
