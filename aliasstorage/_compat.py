@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -78,6 +79,31 @@ __all__ = [
 ]
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operator is implemented by calls of others, in every dispatch key."""
+    return func._can_decompose()
+
+
+def run_eagerly(namespace: dict[str, Any]) -> None:
+    """Keep Dynamo from compiling the functions of a module as frames of their own.
+
+    After a graph break, the frames that run between two compiled graphs are offered to Dynamo,
+    those of ``__torch_dispatch__`` included. This marks code, at no cost per call, and does not
+    keep Dynamo from inlining a function into a graph.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for value in list(namespace.values()):
+        if getattr(value, "__module__", None) != namespace["__name__"]:
+            continue
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = getattr(member, "__func__", None) or getattr(member, "fget", member)
+            function = getattr(function, "func", function)
+            if isinstance(function, FunctionType):
+                frames.set_code_exec_strategy(function.__code__, skip)
 
 
 def current_functional_mode() -> Any:

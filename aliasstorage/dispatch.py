@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from aliasstorage._compat import run_eagerly, is_composite
 from aliasstorage.errors import MetadataMutationError, UnsupportedOpError
 
 aten = torch.ops.aten
@@ -34,7 +35,9 @@ class OpInfo:
         mutated: Arguments that are written.
         outs: The written arguments that are ``out=`` arguments, which torch may resize.
         returned: For each result, the mutated argument that it is, or None for a new value.
-        refusal: Raises the reason why windows refuse the operation.
+        refusal: Makes the reason why windows refuse the operation.
+        composite: Whether the operation is made of others, which arrive one by one except in
+            inference mode. Its schema may claim a view where it copies (reshape, contiguous).
     """
 
     viewed: Argument | None
@@ -42,6 +45,7 @@ class OpInfo:
     outs: tuple[Argument, ...]
     returned: tuple[Argument | None, ...]
     refusal: Callable[[], Exception] | None
+    composite: bool
 
 
 _infos: dict[Any, OpInfo] = {}
@@ -76,7 +80,18 @@ def _read_schema(func: torch._ops.OpOverload) -> OpInfo:
         if alias is not None and not alias.is_write and names and names[0] in read:
             viewed = read[names[0]]
         returned.append(written.get(names[0]) if names else None)
-    return OpInfo(viewed, tuple(written.values()), tuple(outs), tuple(returned), _refusal(func))
+    if viewed is None and read:
+        # torch's parser drops the alias of a list of views (split, unbind) from the result; the
+        # argument still says that it goes into a list.
+        viewed = next(iter(read.values()))
+    return OpInfo(
+        viewed,
+        tuple(written.values()),
+        tuple(outs),
+        tuple(returned),
+        _refusal(func),
+        is_composite(func),
+    )
 
 
 def _refusal(func: torch._ops.OpOverload) -> Callable[[], Exception] | None:
@@ -100,3 +115,6 @@ def _refusal(func: torch._ops.OpOverload) -> Callable[[], Exception] | None:
             do="Use the form that returns a view (t() for t_()), or take a new window.",
         )
     return None
+
+
+run_eagerly(globals())

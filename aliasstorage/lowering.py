@@ -71,7 +71,7 @@ def _guard_alias_pattern(module: torch.fx.GraphModule, example_inputs: Sequence[
 def _call_merged(merged: MergedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> tuple[Any, ...]:
         buffers, inputs = merged.inputs(args)
-        return merged.results(buffers, compiled(*inputs))
+        return merged.results(args, buffers, compiled(*inputs))
 
     return torch.compiler.disable(call, reason="the alias rewriting around a compiled graph")
 

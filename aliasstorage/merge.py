@@ -81,6 +81,13 @@ class AliasedOutput:
 
 
 @dataclass(frozen=True)
+class FromInput:
+    """An output that is one of the original inputs, the same object."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class FromGraph:
     """The position of a graph output."""
 
@@ -101,7 +108,7 @@ class MergedGraph:
         passed: Positions of the original inputs that are passed on.
         extents: For each added symbolic input, how to compute it from the original inputs.
         example_inputs: Example values of the new inputs.
-        outputs: For each original output, an `AliasedOutput` or a `FromGraph`.
+        outputs: For each original output, where it comes from.
     """
 
     module: torch.fx.GraphModule
@@ -109,7 +116,7 @@ class MergedGraph:
     passed: list[int]
     extents: list[Callable[[Sequence[Any]], int]] = field(default_factory=list)
     example_inputs: list[Any] = field(default_factory=list)
-    outputs: list[AliasedOutput | FromGraph] = field(default_factory=list)
+    outputs: list[AliasedOutput | FromGraph | FromInput] = field(default_factory=list)
 
     def inputs(self, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
         """Return the real buffers, and all inputs of the new graph, for one call."""
@@ -120,14 +127,19 @@ class MergedGraph:
             inputs += [extent(args) for extent in self.extents]
         return buffers, inputs
 
-    def results(self, buffers: Sequence[torch.Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+    def results(
+        self, args: Sequence[Any], buffers: Sequence[torch.Tensor], values: Sequence[Any]
+    ) -> tuple[Any, ...]:
         """Return the original outputs from the new graph's."""
-        return tuple(
-            values[output.position]
-            if isinstance(output, FromGraph)
-            else output.rebuild(buffers[output.storage], values)
-            for output in self.outputs
-        )
+        results = []
+        for output in self.outputs:
+            if type(output) is FromGraph:
+                results.append(values[output.position])
+            elif type(output) is FromInput:
+                results.append(args[output.index])
+            else:
+                results.append(output.rebuild(buffers[output.storage], values))
+        return tuple(results)
 
 
 def find_storages(graph: torch.fx.Graph) -> list[MergedStorage]:
@@ -325,6 +337,11 @@ def _window_node(
 def _rewrite_outputs(
     graph: torch.fx.Graph, output: torch.fx.Node, env: dict[torch.fx.Node, Any], merged: MergedGraph
 ) -> None:
+    inputs = {
+        id(member.node.meta["example_value"]): member.index
+        for storage in merged.storages
+        for member in storage.members
+    }
     storage_of = {
         storage_key(member.node.meta["example_value"]._buffer)
         if member.wrapped
@@ -345,6 +362,9 @@ def _rewrite_outputs(
             position = storage_of.get(_value_storage(value))
         if position is None:
             merged.outputs.append(emit(env[old] if isinstance(old, torch.fx.Node) else old))
+            continue
+        if id(value) in inputs:
+            merged.outputs.append(FromInput(inputs[id(value)]))
             continue
         node = env[old]
 

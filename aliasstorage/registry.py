@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from aliasstorage._compat import no_inference_mode, storage_key
+from aliasstorage._compat import run_eagerly, no_inference_mode, storage_key
 
 _buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -93,3 +93,6 @@ def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         # A view, so that the buffer shares the tensor's version counter.
         flat = tensor.detach().as_strided((nbytes // itemsize,), (1,), 0)
         return flat.view(torch.uint8).detach()
+
+
+run_eagerly(globals())

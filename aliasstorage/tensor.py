@@ -18,6 +18,7 @@ import torch
 
 from aliasstorage import tracing
 from aliasstorage._compat import (
+    run_eagerly,
     FunctionalTensor,
     disable_current_modes,
     disabled_torch_function,
@@ -199,6 +200,8 @@ class AliasTensor(torch.Tensor):
         info = op_info(func)
         if info.refusal is not None:
             raise info.refusal()
+        if info.composite:
+            return func.decompose(*args, **kwargs)
         if info.viewed is not None:
             return _view(func, info, args, kwargs)
         if not info.mutated:
@@ -487,3 +490,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
+
+
+run_eagerly(globals())

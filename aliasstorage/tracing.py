@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from aliasstorage._compat import (
+    run_eagerly,
     FakeTensor,
     FunctionalTensor,
     current_functional_mode,
@@ -135,3 +136,6 @@ def buffer_ordinal(buffer: torch.Tensor) -> int:
         return -1
     ordinals = _ordinals.setdefault(scope, {})
     return ordinals.setdefault(id(buffer), len(ordinals))
+
+
+run_eagerly(globals())

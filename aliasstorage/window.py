@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from aliasstorage._compat import run_eagerly
 from aliasstorage.errors import (
     InvalidWindowError,
     MisalignedWindowError,
@@ -268,3 +269,6 @@ def check_strided(tensor: torch.Tensor) -> None:
             got=problem,
             do="Materialize it first: to_dense(), dequantize(), resolve_conj() or resolve_neg().",
         )
+
+
+run_eagerly(globals())
