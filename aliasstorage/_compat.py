@@ -162,7 +162,7 @@ def fake_tensors_sharing_storage(fake: FakeTensor) -> list[torch.Tensor]:
     """
     memo = fake.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
     key = storage_key(fake)
-    others = []
+    others: list[torch.Tensor] = []
     for other in list(memo.values()):
         if other is None or other is fake or not isinstance(other, FakeTensor):
             continue

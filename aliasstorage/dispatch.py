@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aliasstorage._compat import run_eagerly, is_composite
+from aliasstorage._compat import is_composite, run_eagerly
 from aliasstorage.errors import MetadataMutationError, UnsupportedOpError
 
 aten = torch.ops.aten

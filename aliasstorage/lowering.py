@@ -22,6 +22,7 @@ from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.guards import install_alias_guard
 from aliasstorage.merge import MergedGraph, find_storages, make_window, merge, static_window
+from aliasstorage.tracing import clones_are_kept
 from aliasstorage.window import Window, regenerate
 
 _OWN_OPTIONS = ("inner", "bufferize")
@@ -92,8 +93,8 @@ def _inner_compiler(
             got=f"inner={inner!r}",
             do="Bind other options to the inner backend with functools.partial.",
         )
-    if inner in _AOT_EAGER and bufferize:
-        return _aot_eager(inner, roots)
+    if inner in _AOT_EAGER:
+        return _aot_eager(inner, bufferize, roots)
     if isinstance(inner, str):
         return _compat.lookup_backend(inner)
     return inner
@@ -121,35 +122,46 @@ def _inductor(
         ) -> Callable[..., Any]:
             return _compat.compile_fx_inner(module, inputs, static_input_idxs=static, **kwargs)
 
-        return compile_bufferized(module, example_inputs, compiler, roots, static, _notify)
+        return compile_bufferized(
+            module, example_inputs, compiler, roots, static, _notify, bufferize
+        )
 
     def compile_with_inductor(
         module: torch.fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        if not bufferize:
-            return _compat.compile_fx(module, example_inputs, config_patches=patches)
         ops.register_inductor_lowerings()
-        return _compat.compile_fx(
-            module, example_inputs, inner_compile=inner_compile, config_patches=patches
-        )
+        with clones_are_kept():
+            return _compat.compile_fx(
+                module, example_inputs, inner_compile=inner_compile, config_patches=patches
+            )
 
     return compile_with_inductor
 
 
-def _aot_eager(inner: str, roots: Sequence[Window]) -> Compiler:
+def _aot_eager(inner: str, bufferize: bool, roots: Sequence[Window]) -> Compiler:
     def compiler(
         module: torch.fx.GraphModule, inputs: Sequence[Any], static: Sequence[int]
     ) -> Callable[..., Any]:
         return _compat.boxed_nop(module, inputs)
 
     def forward(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_bufferized(module, inputs, compiler, roots, on_report=_notify)
+        return compile_bufferized(
+            module, inputs, compiler, roots, on_report=_notify, enabled=bufferize
+        )
 
     options: dict[str, Any] = {}
     if inner != "aot_eager_default_partitioner":
         options["partition_fn"] = _compat.min_cut_rematerialization_partition
     if inner == "aot_eager_decomp_partition":
         options["decompositions"] = _compat.select_decomp_table
-    return _compat.aot_autograd(
+    compile_with_aot_eager = _compat.aot_autograd(
         fw_compiler=forward, bw_compiler=forward, keep_inference_input_mutations=True, **options
     )
+
+    def compile_and_keep_clones(
+        module: torch.fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        with clones_are_kept():
+            return compile_with_aot_eager(module, example_inputs)
+
+    return compile_and_keep_clones

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from aliasstorage._compat import run_eagerly, no_inference_mode, storage_key
+from aliasstorage._compat import no_inference_mode, run_eagerly, storage_key
 
 _buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _lock = threading.Lock()

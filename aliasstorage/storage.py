@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -90,7 +91,7 @@ class ByteStorage:
         if torch.compiler.is_compiling():
             # Views of the one window over everything, so that the compiled function has one
             # input for the storage. torch checks their bounds as it traces.
-            return regenerate(self._root, dtype, size, stride, byte_offset)
+            return cast(AliasTensor, regenerate(self._root, dtype, size, stride, byte_offset))
         return AliasTensor(self.buffer, Window(dtype, tuple(size), tuple(stride), byte_offset))
 
     def __repr__(self) -> str:

@@ -18,12 +18,12 @@ import torch
 
 from aliasstorage import tracing
 from aliasstorage._compat import (
-    run_eagerly,
     FunctionalTensor,
     disable_current_modes,
     disabled_torch_function,
     is_compile_tracing,
     return_and_correct_aliasing,
+    run_eagerly,
 )
 from aliasstorage.dispatch import OpInfo, op_info
 from aliasstorage.errors import (
@@ -77,10 +77,10 @@ class AliasTensor(torch.Tensor):
     _window: Window | None
     _tracing_storage: torch.UntypedStorage | None = None
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, buffer: torch.Tensor, window: Window) -> AliasTensor:
+    def __new__(cls: type[AliasTensor], buffer: torch.Tensor, window: Window) -> AliasTensor:
         """Return the window of ``buffer``."""
         if tracing.is_traced(buffer):
             return cls._from_traced(
@@ -137,7 +137,7 @@ class AliasTensor(torch.Tensor):
         return self._window
 
     @property
-    def _byte_offset(self) -> int:
+    def _byte_offset(self) -> Any:  # bytes; symbolic while tracing dynamic shapes
         return self.storage_offset() * self.dtype.itemsize
 
     def _typed(self) -> torch.Tensor:
@@ -187,7 +187,7 @@ class AliasTensor(torch.Tensor):
     # --- operations ---
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -205,6 +205,8 @@ class AliasTensor(torch.Tensor):
         if info.viewed is not None:
             return _view(func, info, args, kwargs)
         if not info.mutated:
+            if func in _COPIES and _is_plain_copy(args, kwargs):
+                return _clone_bytes(args[0])
             return func(*_map_typed(args), **_map_typed(kwargs))
         return _mutate(func, info, args, kwargs)
 
@@ -254,7 +256,7 @@ class AliasTensor(torch.Tensor):
     # a _base, it asks the output's _view_func instead; there the answer is exact: the same
     # window of the input's buffer. All that is asked of the base itself is its metadata.
     @property
-    def _base(self) -> torch.Tensor:
+    def _base(self) -> torch.Tensor:  # type: ignore[override]
         return _NO_BASE
 
     def _view_func(self, new_base: torch.Tensor) -> AliasTensor:
@@ -314,7 +316,7 @@ class AliasTensor(torch.Tensor):
         fields = (window.dtype, window.size, window.stride, window.byte_offset)
         return (rebuild_alias_tensor, (self._buffer, *fields))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the values and the window."""
         if tracing.is_traced(self._buffer):
             shape, stride, offset = tuple(self.shape), self.stride(), self._byte_offset
@@ -414,12 +416,34 @@ def _view(
         shapes = func(*meta_args, **meta_kwargs)
 
     def window(shape: torch.Tensor) -> AliasTensor:
-        offset = shape.storage_offset() * shape.dtype.itemsize
+        offset: Any = shape.storage_offset() * shape.dtype.itemsize
         return AliasTensor._from_traced(buffer, shape.dtype, shape.shape, shape.stride(), offset)
 
     single = isinstance(shapes, torch.Tensor)
     result = window(shapes) if single else [window(shape) for shape in shapes]
     return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+
+
+def _is_plain_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    source = args[0]
+    return (
+        type(source) is AliasTensor
+        and tracing.must_clone_bytes(source._buffer)
+        and kwargs.get("dtype") in (None, source.dtype)
+        and kwargs.get("device") in (None, source.device)
+        and kwargs.get("memory_format") in (None, torch.preserve_format)
+    )
+
+
+def _clone_bytes(source: AliasTensor) -> torch.Tensor:
+    """Copy a window on its bytes. See Note [A clone of a window must stay a copy]."""
+    itemsize = source.dtype.itemsize
+    size, stride = (*source.shape, itemsize), [step * itemsize for step in source.stride()]
+    values = torch.as_strided(source._buffer, size, (*stride, 1), source._byte_offset)
+    return (values ^ 0).view(source.dtype).squeeze(-1)
 
 
 def _mutate(

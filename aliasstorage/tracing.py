@@ -17,18 +17,20 @@ Three hooks close this, all reached through the subclass:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from aliasstorage._compat import (
-    run_eagerly,
     FakeTensor,
     FunctionalTensor,
     current_functional_mode,
     fake_tensors_sharing_storage,
     functional_value,
     is_proxy_tracing,
+    run_eagerly,
     storage_key,
 )
 from aliasstorage.errors import MixedAliasError
@@ -101,6 +103,31 @@ def is_written_back(args: tuple[Any, ...]) -> bool:
 # Fake mode -> storages already checked. AOTAutograd traces several times and adds fakes of its
 # own to the mode, so only the first look sees exactly what Dynamo was given.
 _checked: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+# Note [A clone of a window must stay a copy]
+# On a byte graph, Inductor drops a returned clone of a window as a no-op: it takes the change of
+# dtype before it for an operation with a fresh result, and the "copy" comes back as an alias of
+# the buffer. Where the graph may go there unchanged, a clone is therefore computed on the bytes,
+# by an operation that is the identity and that no pass knows to be one. It also keeps the bits of
+# NaNs. The backend of this library copies by an operation of its own instead.
+_clones_are_kept = False
+
+
+@contextmanager
+def clones_are_kept() -> Iterator[None]:
+    """Trace clones of windows as clones: the caller sees to it that they stay copies."""
+    global _clones_are_kept
+    previous, _clones_are_kept = _clones_are_kept, True
+    try:
+        yield
+    finally:
+        _clones_are_kept = previous
+
+
+def must_clone_bytes(buffer: torch.Tensor) -> bool:
+    """Return whether a clone of a window of ``buffer`` must be computed on bytes."""
+    return not _clones_are_kept and isinstance(buffer, FunctionalTensor)
 
 
 def _refuse_mixed_inputs(fake: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -31,11 +31,12 @@ def wrap(tree: Tree) -> Tree:
 
     >>> import torch, aliasstorage
     >>> raw = torch.zeros(16, dtype=torch.int8)
-    >>> caches = aliasstorage.wrap({"k": raw[:8].view(torch.float16), "v": raw[8:].view(torch.float32)})
+    >>> views = {"k": raw[:8].view(torch.float16), "v": raw[8:].view(torch.float32)}
+    >>> caches = aliasstorage.wrap(views)
     >>> caches["v"].window, caches["k"].buffer is caches["v"].buffer
     (Window(torch.float32, (2,), byte_offset=8), True)
     """
-    return optree.tree_map_with_path(_wrap_leaf, tree)
+    return cast(Tree, optree.tree_map_with_path(_wrap_leaf, cast(Any, tree)))
 
 
 @torch.compiler.disable(reason="aliasstorage.unwrap leaves the graph; unwrap after the call")
@@ -47,7 +48,7 @@ def unwrap(tree: Tree) -> Tree:
     >>> aliasstorage.unwrap(aliasstorage.wrap([plain]))[0].data_ptr() == plain.data_ptr()
     True
     """
-    return optree.tree_map(_unwrap_leaf, tree)
+    return cast(Tree, optree.tree_map(_unwrap_leaf, cast(Any, tree)))
 
 
 def wrap_module_(module: Module, names: Iterable[str] | None = None) -> Module:

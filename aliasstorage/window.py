@@ -123,7 +123,7 @@ class Window:
         """
         check_strided(tensor)
         itemsize = tensor.dtype.itemsize
-        offset = tensor.storage_offset() * itemsize
+        offset = int(tensor.storage_offset()) * itemsize
         return cls(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
     def __repr__(self) -> str:

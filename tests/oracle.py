@@ -116,9 +116,9 @@ def check(
         windows = [WINDOWS[letter] for letter in case.windows]
         assert_results(want, got, case.exact, bitwise, where)
         assert_buffers(want_buffers, got_buffers, windows, bitwise, f"{where}: the buffer")
-        assert relations(want, want_args, want_buffers) == relations(
-            got, got_args, got_buffers
-        ), f"{where}: what aliases what"
+        assert relations(want, want_args, want_buffers) == relations(got, got_args, got_buffers), (
+            f"{where}: what aliases what"
+        )
         for index, (left, right) in enumerate(zip(want, got, strict=True)):
             if not isinstance(left, torch.Tensor) or left.requires_grad:
                 continue

@@ -18,6 +18,9 @@ MODES = {
     "grad": contextlib.nullcontext,
 }
 # Cases that Inductor compiles by default; the rest has the marker "slow".
+# Inductor keeps a 16-bit value in float32 between fused operations unless told otherwise; the
+# oracle rounds after each, as eager does.
+EXACT = {"emulate_precision_casts": True}
 INDUCTOR_SLICE = {
     "request_example",
     "token_write",
@@ -96,9 +99,7 @@ def test_backend_other_inner(name, inner, carrier):
 
 def inductor_params(*more):
     return [
-        pytest.param(
-            name, *more, marks=() if name in INDUCTOR_SLICE else pytest.mark.slow, id=name
-        )
+        pytest.param(name, *more, marks=() if name in INDUCTOR_SLICE else pytest.mark.slow, id=name)
         for name in sorted(BY_NAME)
     ]
 
@@ -110,7 +111,7 @@ def test_backend_inductor(name):
     with torch.no_grad() if name != "gradient_of_another_input" else contextlib.nullcontext():
         check(
             BY_NAME[name],
-            lambda function: torch.compile(function, backend="aliasstorage"),
+            lambda function: torch.compile(function, backend="aliasstorage", options=EXACT),
             "wrapped",
             bitwise=False,
         )
@@ -125,7 +126,7 @@ def test_backend_inductor_carriers(name, carrier):
     with torch.inference_mode():
         check(
             BY_NAME[name],
-            lambda function: torch.compile(function, backend="aliasstorage"),
+            lambda function: torch.compile(function, backend="aliasstorage", options=EXACT),
             carrier,
             bitwise=False,
         )
@@ -136,5 +137,12 @@ def test_backend_inductor_carriers(name, carrier):
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_stock_inductor(name):
     """Stock torch.compile with Inductor on wrapped inputs."""
+    if name == "bool_window":
+        pytest.skip("CPU Inductor cannot compile bytes viewed as bools; see docs/limits.md")
     with torch.no_grad():
-        check(BY_NAME[name], torch.compile, "wrapped", bitwise=False)
+        check(
+            BY_NAME[name],
+            lambda function: torch.compile(function, options=EXACT),
+            "wrapped",
+            bitwise=False,
+        )

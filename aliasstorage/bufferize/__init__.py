@@ -1,6 +1,7 @@
 """Turn the functional writes of a byte graph back into in-place writes on typed windows.
 
-Three parts: `recognize` reads windows, reads and writes from a graph; `plan` decides, on plain
-data, what is copied and where a fence goes; `emit` rewrites the graph. `run` puts them around an
-inner compiler, and `ops` and `custom_ops` hold what the rewritten graph calls.
+`recognize` reads windows, reads and writes from a graph; `analyze` decides which writes happen in
+place; `plan` decides, on plain data, what is copied and where a fence goes; `emit` rewrites the
+graph. `run` puts them around an inner compiler, and `ops` and `custom_ops` hold what the
+rewritten graph calls.
 """

@@ -1,8 +1,9 @@
 """Calls of custom operations that mutate windows.
 
-Functionalization turns a call of an operator with mutated arguments into ``auto_functionalized_v2``,
-which returns new values for the mutated bases. In a byte graph each mutated window is a base of
-its own, so the call can be made again as it was written, on the typed windows.
+Functionalization turns a call of an operator with mutated arguments into
+``auto_functionalized_v2``, which returns new values for the mutated bases. In a byte graph each
+mutated window is a base of its own, so the call can be made again as it was written, on the
+typed windows.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def mutating_call(
             continue
         names = [argument.name]
         if f"_{argument.name}_length" in node.kwargs:
-            length = node.kwargs[f"_{argument.name}_length"]
+            length: Any = node.kwargs[f"_{argument.name}_length"]
             known.add(f"_{argument.name}_length")
-            names = [f"{argument.name}_{i}" for i in range(length or 0)]
+            names = [f"{argument.name}_{number}" for number in range(length or 0)]
         known.update(f"_{name}_base_index" for name in names)
     plain = {argument.name for argument in overload._schema.arguments} | {"_all_bases"}
     if any(key not in known and key not in plain for key in node.kwargs):
@@ -111,7 +112,9 @@ def _arguments(node: torch.fx.Node, bases: list[torch.fx.Node]) -> dict[str, Any
             kwargs[name] = node.kwargs[name]
         elif f"_{name}_length" in node.kwargs:
             length = node.kwargs[f"_{name}_length"]
-            kwargs[name] = None if length is None else [base_of(f"{name}_{i}") for i in range(length)]
+            kwargs[name] = (
+                None if length is None else [base_of(f"{name}_{i}") for i in range(length)]
+            )
         elif f"_{name}_base_index" in node.kwargs:
             kwargs[name] = base_of(name)
     return kwargs

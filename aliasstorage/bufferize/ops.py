@@ -1,4 +1,4 @@
-"""The two operations that a bufferized graph has besides ATen's: `fence` and `materialize`.
+"""What a bufferized graph calls besides ATen: `fence`, `materialize` and `masked_write_`.
 
 ``aliasstorage::fence(Tensor(a!)[] windows) -> ()`` does nothing, and declares that it mutates
 its arguments, so that no scheduler moves an access of one of them across it. On Inductor it is
@@ -8,6 +8,9 @@ a node of the schedule from which no code is generated.
 dropped as a no-op by passes that assume a graph without mutation, and CPU Inductor would take
 16-bit floats through float32, which changes the bits of NaNs; on Inductor this calls the clone
 kernel instead.
+
+``aliasstorage::masked_write_(Tensor(a!) window, Tensor mask, Tensor value) -> ()`` writes where the
+mask is set, and keeps the bits of the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ def _fence(windows: list[torch.Tensor]) -> None:
 
 @torch.library.impl(_library, "materialize", "CompositeExplicitAutograd")
 def _materialize(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
+    # Copying bools makes 1 of every byte but 0; their bytes are copied instead.
+    return x.view(torch.uint8).clone().view(torch.bool) if x.dtype == torch.bool else x.clone()
 
 
 @torch.library.impl(_library, "masked_write_", "CompositeExplicitAutograd")
@@ -51,7 +55,7 @@ _lowerings_registered = False
 
 
 def register_inductor_lowerings() -> None:
-    """Teach Inductor the two operations; called before the first compilation."""
+    """Teach Inductor `fence` and `materialize`; called before the first compilation."""
     global _lowerings_registered
     if _lowerings_registered:
         return
@@ -68,9 +72,7 @@ def register_inductor_lowerings() -> None:
             graph = inductor_virtualized.V.graph
             self.name = graph.register_buffer(self)
             graph.register_operation(self)
-            self.mutation_outputs = [
-                ir.MutationOutput(layout, window, self) for window in windows
-            ]
+            self.mutation_outputs = [ir.MutationOutput(layout, window, self) for window in windows]
 
         def codegen(self, wrapper: Any) -> None:
             pass
@@ -90,7 +92,7 @@ def register_inductor_lowerings() -> None:
         Fence(windows)
 
     def lower_materialize(x: Any) -> Any:
-        clone = torch.ops.aten.clone.default
+        clone = materialize if x.get_dtype() == torch.bool else torch.ops.aten.clone.default
         return ir.TensorBox.create(ir.FallbackKernel.create(clone, x))
 
     register = inductor_lowering.register_lowering

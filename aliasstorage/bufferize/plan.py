@@ -107,9 +107,7 @@ def plan(
     ([Copy(read=0, position=1, overwritten_by=0)], [Fence(position=3, roots=(0, 1))])
     """
     result = Plan()
-    windows = list(
-        dict.fromkeys(item.window for item in (*reads, *writes) if item.window.numel)
-    )
+    windows = list(dict.fromkeys(item.window for item in (*reads, *writes) if item.window.numel))
     result.roots, result.root_of = choose_roots(windows, preferred_roots)
     result.classes = alias_classes(result.roots)
     for index, read in enumerate(reads):
@@ -133,7 +131,8 @@ def hazard(index: int, read: Read, writes: Sequence[Write]) -> Copy | None:
         )
         if used_after and overlaps(read.window, write.window):
             # Copy where the view is made, or before the first overwrite if that comes earlier.
-            return Copy(index, min(read.position, write.position), number)
+            # One position before it, so that a fence at the overwrite comes after the copy.
+            return Copy(index, min(read.position, write.position - 1), number)
     return Copy(index, read.position, None) if read.escapes else None
 
 
@@ -210,9 +209,10 @@ def slice_of(window: Window, root: Window) -> Slice | None:
         if extent == 1:
             dims.append(None)
             continue
-        dim = next((d for d in free if step and step % root.stride[d] == 0), None)
-        if dim is None:
+        fits = [d for d in free if step and step % root.stride[d] == 0]
+        if not fits:
             return None
+        dim = fits[0]
         start, stride = ranges[dim][0], step // root.stride[dim]
         if start + (extent - 1) * stride >= root.size[dim]:
             return None

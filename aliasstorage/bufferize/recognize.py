@@ -25,6 +25,9 @@ from aliasstorage.window import Window
 aten = torch.ops.aten
 
 
+_WINDOW_ACCESSES = (aten.as_strided.default, aten.as_strided_scatter.default)
+
+
 class UnrecognizedError(Exception):
     """Why a buffer's accesses are not windows; never leaves this package."""
 
@@ -68,7 +71,7 @@ def byte_buffers(graph: torch.fx.Graph) -> list[torch.fx.Node]:
         if isinstance(value := node.meta.get("val"), torch.Tensor)
         and value.dtype == torch.uint8
         and value.dim() == 1
-        and any(user.target is aten.as_strided.default for user in node.users)
+        and any(user.target in _WINDOW_ACCESSES for user in node.users)
     ]
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from aliasstorage.bufferize import ops
+from aliasstorage.bufferize.analyze import Analysis
 from aliasstorage.bufferize.emit import BufferEmitter, BufferReport, TypedInput
-from aliasstorage.bufferize.recognize import UnrecognizedError, byte_buffers, recognize
+from aliasstorage.bufferize.recognize import UnrecognizedError, byte_buffers, recognize, uses
 from aliasstorage.registry import PerTensor
 from aliasstorage.window import Window
 
@@ -39,12 +41,30 @@ def bufferize(
             log.info("not bufferized, so each write copies the whole buffer: %s", error)
             continue
         order = {node: position for position, node in enumerate(graph.nodes)}
-        last = graph.find_nodes(op="placeholder")[-1]
-        inputs, report = BufferEmitter(graph, accesses, preferred_roots, order).emit(last)
+        inputs, report = BufferEmitter(graph, Analysis(accesses, order, preferred_roots)).emit()
         typed += inputs
         reports.append(report)
         eliminate_dead_code(graph)
     return typed, reports
+
+
+def keep_clones(graph: torch.fx.Graph) -> None:
+    """Make clones of windows copies that no pass drops, in a graph that stays a byte graph.
+
+    See Note [A clone of a window must stay a copy].
+    """
+    for buffer in byte_buffers(graph):
+        versions, pending = {buffer}, [buffer]
+        while pending:
+            for user in pending.pop().users:
+                is_write = user.target is torch.ops.aten.as_strided_scatter.default
+                if is_write and user not in versions:
+                    versions.add(user)
+                    pending.append(user)
+        for version in versions:
+            for user in uses(version):
+                if user.target is torch.ops.aten.clone.default:
+                    user.target, user.kwargs = ops.materialize, {}
 
 
 def eliminate_dead_code(graph: torch.fx.Graph) -> None:
@@ -63,11 +83,24 @@ def compile_bufferized(
     preferred_roots: Sequence[Window] = (),
     static_inputs: Sequence[int] = (),
     on_report: Callable[[list[BufferReport], torch.fx.GraphModule], None] | None = None,
+    enabled: bool = True,
 ) -> Callable[..., Any]:
-    """Bufferize a graph and compile it with ``(module, example_inputs, static_inputs)``."""
+    """Bufferize a graph, if enabled, and compile it.
+
+    Args:
+        module: A graph from AOTAutograd; it is changed.
+        example_inputs: Its inputs.
+        compiler: ``(module, example_inputs, static_inputs) -> callable`` on a list.
+        preferred_roots: See `plan.choose_roots`.
+        static_inputs: Positions of inputs whose addresses do not change from call to call.
+        on_report: Called with the reports and the rewritten graph.
+        enabled: Whether to bufferize.
+    """
     placeholders = module.graph.find_nodes(op="placeholder")
-    typed, reports = bufferize(module, preferred_roots)
+    typed, reports = bufferize(module, preferred_roots) if enabled else ([], [])
+    keep_clones(module.graph)
     if not typed:
+        module.recompile()
         if on_report is not None and reports:
             on_report(reports, module)
         return compiler(module, example_inputs, static_inputs)
@@ -84,9 +117,7 @@ def compile_bufferized(
         on_report(reports, module)
     inputs = [example_inputs[i] for i in kept] + [item.node.meta["val"] for item in typed]
     static = [number for number, i in enumerate(kept) if i in static_inputs]
-    static += [
-        len(kept) + number for number, (i, _) in enumerate(sources) if i in static_inputs
-    ]
+    static += [len(kept) + number for number, (i, _) in enumerate(sources) if i in static_inputs]
     return BufferizedCall(compiler(module, inputs, static), kept, sources)
 
 

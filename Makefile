@@ -1,0 +1,50 @@
+# make demo: the main job, right and fast. make test: every check. Both make .venv first.
+#
+#   make test TORCH=2.14.1     the same with another torch release
+#   make test-slow             the rest of the Inductor matrix, and the long fuzz
+#   make fuzz COUNT=2000 SEED=1
+#   make bench                 benchmarks, a few minutes
+
+TORCH ?= 2.13.0
+PYTHON ?= python3
+COUNT ?= 500
+SEED ?= 0
+WORKERS ?= 2
+VENV := .venv-$(TORCH)
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint test-slow fuzz bench bench-full clean
+
+# torch is pinned and installed first, so that nothing else can pull another build of it.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" "setuptools>=77"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,lint]"
+	touch $@
+
+demo: $(READY)
+	$(RUN) -m benchmarks.demo
+
+test: $(READY) lint
+	$(RUN) -m pytest -n $(WORKERS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+test-slow: $(READY)
+	$(RUN) -m pytest -n $(WORKERS) -m slow
+
+fuzz: $(READY)
+	$(RUN) -m tests.fuzz --count $(COUNT) --seed $(SEED)
+
+bench: $(READY)
+	$(RUN) -m benchmarks.run
+
+bench-full: $(READY)
+	$(RUN) -m benchmarks.run --full
+
+clean:
+	rm -rf .venv .venv-* build *.egg-info
