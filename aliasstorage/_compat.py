@@ -6,11 +6,11 @@ Beside each name stands what it is for; all of them exist in torch 2.13.0 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -84,6 +84,20 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 def is_composite(func: torch._ops.OpOverload) -> bool:
     """Return whether an operator is implemented by calls of others, in every dispatch key."""
     return func._can_decompose()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_traced(reason: str) -> Callable[[Function], Function]:
+    """Do what ``torch.compiler.disable`` does, without importing the compiler."""
+
+    def mark(function: Function) -> Function:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def run_eagerly(namespace: dict[str, Any]) -> None:

@@ -231,7 +231,8 @@ def merge(
         env[node]._dynamo_source = node._dynamo_source
         merged.passed.append(index)
         merged.example_inputs.append(example_inputs[index])
-    windows = _SymbolicExtents(graph, merged)
+    known = {node._dynamo_source: env[node] for node in placeholders if node in env}
+    windows = _SymbolicExtents(graph, merged, known)
     for node in placeholders:
         if node in merged_of:
             windows.declare(merged_of[node][1])
@@ -275,8 +276,11 @@ def _buffer_placeholder(
 class _SymbolicExtents:
     """Symbolic sizes and strides of windows, as inputs of the merged graph."""
 
-    def __init__(self, graph: torch.fx.Graph, merged: MergedGraph) -> None:
+    def __init__(
+        self, graph: torch.fx.Graph, merged: MergedGraph, known: dict[Any, torch.fx.Node]
+    ) -> None:
         self.graph, self.merged = graph, merged
+        self.known = known  # inputs by source; Dynamo passes some extents already
         self.nodes: dict[tuple[int, str, int], torch.fx.Node] = {}
 
     def declare(self, member: Member) -> None:
@@ -295,10 +299,14 @@ class _SymbolicExtents:
             "stride": TensorProperty.STRIDE,
             "offset": TensorProperty.STORAGE_OFFSET,
         }[kind]
+        tensor_source = member.node._dynamo_source
+        source = TensorPropertySource(tensor_source, prop, None if kind == "offset" else dim)
+        if source in self.known:
+            self.nodes[index, kind, dim] = self.known[source]
+            return
         node = self.graph.placeholder(f"{kind}_{index}_{dim}")
         node.meta["example_value"] = value
-        source = member.node._dynamo_source
-        node._dynamo_source = TensorPropertySource(source, prop, None if kind == "offset" else dim)
+        node._dynamo_source = source
         self.nodes[index, kind, dim] = node
         self.merged.example_inputs.append(value)
         read: Callable[[Sequence[Any]], int]

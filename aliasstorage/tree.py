@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 
+from aliasstorage._compat import never_traced, run_eagerly
 from aliasstorage.errors import AliasStorageError, RequiresGradError, UnsupportedTensorError
 from aliasstorage.registry import byte_buffer
 from aliasstorage.tensor import AliasTensor
@@ -17,7 +18,7 @@ Tree = TypeVar("Tree")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-@torch.compiler.disable(reason="aliasstorage.wrap inspects storages; wrap before compiling")
+@never_traced("aliasstorage.wrap inspects storages; wrap before compiling")
 def wrap(tree: Tree) -> Tree:
     """Turn every tensor leaf into a window over its storage's byte buffer, without a copy.
 
@@ -39,7 +40,7 @@ def wrap(tree: Tree) -> Tree:
     return cast(Tree, optree.tree_map_with_path(_wrap_leaf, cast(Any, tree)))
 
 
-@torch.compiler.disable(reason="aliasstorage.unwrap leaves the graph; unwrap after the call")
+@never_traced("aliasstorage.unwrap leaves the graph; unwrap after the call")
 def unwrap(tree: Tree) -> Tree:
     """Turn every window leaf into the plain typed view of the same bytes, without a copy.
 
@@ -145,3 +146,6 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, torch.nn.Parameter):
         return False
     return any(isinstance(leaf, torch.Tensor) for leaf in optree.tree_leaves(value))
+
+
+run_eagerly(globals())

@@ -100,9 +100,7 @@ def test_engine_layouts_are_exact(name):
 def test_alias_classes_of_200_real_windows_take_milliseconds():
     buffer = LAYOUTS["qwen3next-80B-TP1-fp32ssm/vllm_new_BLHNC"][0]
     windows = engine_windows(buffer)
-    shifted = [
-        Window(w.dtype, w.size, w.stride, w.byte_offset + buffer["bytes"]) for w in windows
-    ]
+    shifted = [Window(w.dtype, w.size, w.stride, w.byte_offset + buffer["bytes"]) for w in windows]
     start = time.perf_counter()
     classes = alias_classes([*windows, *shifted][:200])
     assert time.perf_counter() - start < 1.0  # some 20 ms here; not in proportion to the bytes
