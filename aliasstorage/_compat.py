@@ -36,8 +36,6 @@ _ON_FIRST_USE = {
     "AttrSource": "torch._dynamo.source",
     "TensorProperty": "torch._dynamo.source",
     "TensorPropertySource": "torch._dynamo.source",
-    # The names that Dynamo's source expressions may use besides L and G.
-    "_get_closure_vars": "torch._dynamo.guards",
     # Backends by name, AOTAutograd's entry point, and aot_eager's compiler.
     "aot_autograd": "torch._dynamo.backends.common",
     "boxed_nop": "torch._dynamo.backends.debugging",
@@ -58,6 +56,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "DATA_DEPENDENT_ERRORS":
+        shapes = import_module("torch.fx.experimental.symbolic_shapes")
+        return (shapes.GuardOnDataDependentSymNode,)
     if name in _MODULES:
         return import_module(_MODULES[name])
     module = _ON_FIRST_USE.get(name)
@@ -154,6 +155,23 @@ def current_guards() -> Any:
     """Return the set of guards of the frame being compiled, or None outside a compilation."""
     context = TracingContext.try_get()
     return None if context is None else context.guards_context.dynamo_guards
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return an identity of a real tensor's storage, in one call into C++."""
+    return torch._C._storage_address(tensor)
+
+
+def source_scope(builder: Any) -> dict[str, Any]:
+    """Return the names that a guard on source expressions may use, besides L."""
+    names = import_module("torch._dynamo.guards")._get_closure_vars()
+    return {
+        **builder.scope["__builtins__"],
+        **names,
+        "G": builder.scope["G"],
+        "address": torch._C._storage_address,
+        "failures": (AttributeError, KeyError, IndexError, NameError, RuntimeError, TypeError),
+    }
 
 
 def source_name(source: Any) -> str:

@@ -15,33 +15,37 @@ from typing import Any
 
 import torch
 
-from aliasstorage._compat import Guard, current_guards, source_name, storage_key
-from aliasstorage.tensor import AliasTensor
+from aliasstorage._compat import (
+    Guard,
+    current_guards,
+    source_name,
+    source_scope,
+    storage_address,
+)
 
-# For each tensor input: which storage it is in, counted in order of appearance, and its byte
-# offset when it shares that storage (a storage with one view may start anywhere).
+# For each tensor input: which storage it is in, counted in order of appearance, and its storage
+# offset when it shares that storage (a storage with one view may start anywhere). In elements,
+# since the dtype is guarded anyway.
 AliasPattern = tuple[tuple[int, int], ...]
 
 
-def alias_pattern(tensors: Sequence[Any]) -> AliasPattern:
+def alias_pattern(tensors: Sequence[torch.Tensor]) -> AliasPattern:
     """Return the alias pattern of a sequence of real tensors.
 
     >>> import torch
     >>> raw = torch.zeros(8, dtype=torch.uint8)
     >>> alias_pattern([raw[:4], torch.zeros(2), raw[4:].view(torch.int16)])
-    ((0, 0), (1, -1), (0, 4))
+    ((0, 0), (1, -1), (0, 2))
     """
-    keys = [storage_key(t._buffer if type(t) is AliasTensor else t) for t in tensors]
+    addresses = [storage_address(tensor) for tensor in tensors]
     ordinals: dict[int, int] = {}
-    shared = len(set(keys)) != len(keys)
-    pattern = []
-    for tensor, key in zip(tensors, keys, strict=True):
-        ordinal = ordinals.setdefault(key, len(ordinals))
-        offset = -1
-        if shared and keys.count(key) > 1:
-            offset = tensor.storage_offset() * tensor.dtype.itemsize
-        pattern.append((ordinal, offset))
-    return tuple(pattern)
+    return tuple(
+        (
+            ordinals.setdefault(address, len(ordinals)),
+            int(tensor.storage_offset()) if addresses.count(address) > 1 else -1,
+        )
+        for tensor, address in zip(tensors, addresses, strict=True)
+    )
 
 
 def install_alias_guard(sources: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -55,32 +59,51 @@ def install_alias_guard(sources: Sequence[Any], tensors: Sequence[torch.Tensor])
     if guards is None or len(tensors) < 2:
         return
     expected = alias_pattern(tensors)
-    code = compile("(" + ", ".join(map(source_name, sources)) + ",)", "<alias pattern>", "eval")
+    code = compile(pattern_check_source([source_name(s) for s in sources], expected), "", "exec")
 
     def create(builder: Any, guard: Guard) -> None:
-        scope = {"G": builder.scope["G"], **builder_closure_vars(builder)}
-        check = _pattern_check(code, scope, expected)
-        builder.guard_manager.root.add_lambda_guard(check, [f"alias pattern {expected}"], None)
+        scope = source_scope(builder)
+        exec(code, scope)  # noqa: S102  (built from Dynamo's own source expressions)
+        description = [f"alias pattern {expected}"]
+        builder.guard_manager.root.add_lambda_guard(scope["check"], description, None)
 
     guards.add(Guard(sources[0], create))
 
 
-def builder_closure_vars(builder: Any) -> dict[str, Any]:
-    """Return the names, other than L and G, that Dynamo's source expressions may use."""
-    from aliasstorage._compat import _get_closure_vars
+def pattern_check_source(names: Sequence[str], expected: AliasPattern) -> str:
+    """Return the code of a function that tells whether a frame's inputs have a pattern.
 
-    return {**builder.scope.get("__builtins__", {}), **_get_closure_vars()}
+    The function runs before the guards on the types of the inputs, so an expression may fail
+    on inputs that another compiled graph is for; those are not this graph's.
 
-
-def _pattern_check(
-    code: Any, scope: dict[str, Any], expected: AliasPattern
-) -> Callable[[dict[str, Any]], bool]:
-    def check(local_scope: dict[str, Any]) -> bool:
-        # This runs before the guards on the types of the inputs, so the expression may fail on
-        # inputs that another compiled graph is for; those are not ours.
+    >>> print(pattern_check_source(["L['a']", "L['b']"], ((0, 0), (0, 2))))
+    def check(L):
         try:
-            return alias_pattern(eval(code, scope, {"L": local_scope})) == expected  # noqa: S307
-        except (AttributeError, KeyError, IndexError, TypeError, NameError, RuntimeError):
+            t0 = L['a']
+            t1 = L['b']
+            keys = (address(t0), address(t1))
+            return (len({*keys}) == 1 and keys[1] == keys[0] and t0.storage_offset() == 0
+                and t1.storage_offset() == 2)
+        except failures:
             return False
-
-    return check
+    """
+    first_of: dict[int, int] = {}
+    conditions = []
+    for index, (ordinal, _) in enumerate(expected):
+        first = first_of.setdefault(ordinal, index)
+        if first != index:
+            conditions.append(f"keys[{index}] == keys[{first}]")
+    conditions.insert(0, f"len({{*keys}}) == {len(first_of)}")
+    for index, (_, offset) in enumerate(expected):
+        if offset >= 0:
+            conditions.append(f"t{index}.storage_offset() == {offset}")
+    lines = ["def check(L):", "    try:"]
+    lines += [f"        t{index} = {name}" for index, name in enumerate(names)]
+    keys = ", ".join(f"address(t{index})" for index in range(len(names)))
+    lines.append(f"        keys = ({keys})")
+    head, tail = conditions[:3], conditions[3:]
+    lines.append("        return (" + " and ".join(head))
+    lines += [f"            and {condition}" for condition in tail]
+    lines[-1] += ")"
+    lines += ["    except failures:", "        return False"]
+    return "\n".join(lines)

@@ -21,7 +21,7 @@ from aliasstorage.bufferize.emit import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.guards import install_alias_guard
-from aliasstorage.merge import MergedGraph, find_storages, make_window, merge, static_window
+from aliasstorage.merge import find_storages, make_window, merge, static_window
 from aliasstorage.tracing import clones_are_kept
 from aliasstorage.window import Window, regenerate
 
@@ -42,7 +42,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Merge the inputs of each storage, and compile the result with the inner backend."""
     inner = options.get("inner", "inductor")
-    storages = find_storages(module.graph)
+    in_place = options.get("bufferize", True) and inner in ("inductor", *_AOT_EAGER)
+    storages = find_storages(module.graph, static=in_place)
     roots = [
         window
         for storage in storages
@@ -56,7 +57,7 @@ def compile_graph(
     traces_windows = inner in ("eager", "inductor", *_AOT_EAGER)
     make = make_window if traces_windows else regenerate
     merged = merge(module, example_inputs, storages, make)
-    return _call_merged(merged, compiler(merged.module, merged.example_inputs))
+    return merged.bind(compiler(merged.module, merged.example_inputs))
 
 
 def _guard_alias_pattern(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -67,14 +68,6 @@ def _guard_alias_pattern(module: torch.fx.GraphModule, example_inputs: Sequence[
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     ]
     install_alias_guard([source for source, _ in tensors], [value for _, value in tensors])
-
-
-def _call_merged(merged: MergedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> tuple[Any, ...]:
-        buffers, inputs = merged.inputs(args)
-        return merged.results(args, buffers, compiled(*inputs))
-
-    return torch.compiler.disable(call, reason="the alias rewriting around a compiled graph")
 
 
 def _inner_compiler(

@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from aliasstorage._compat import (
+    DATA_DEPENDENT_ERRORS,
     AttrSource,
     FakeTensor,
     TensorProperty,
@@ -118,35 +119,45 @@ class MergedGraph:
     example_inputs: list[Any] = field(default_factory=list)
     outputs: list[AliasedOutput | FromGraph | FromInput] = field(default_factory=list)
 
-    def inputs(self, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
-        """Return the real buffers, and all inputs of the new graph, for one call."""
-        buffers = [storage.buffer(args) for storage in self.storages]
-        inputs: list[Any] = list(buffers)
-        inputs += [args[index] for index in self.passed]
-        if self.extents:
-            inputs += [extent(args) for extent in self.extents]
-        return buffers, inputs
+    def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """Return a function of the original inputs that calls the compiled new graph."""
+        buffer_of = [storage.buffer for storage in self.storages]
+        passed, extents, outputs = self.passed, self.extents, self.outputs
+        unchanged = all(output == FromGraph(position) for position, output in enumerate(outputs))
 
-    def results(
-        self, args: Sequence[Any], buffers: Sequence[torch.Tensor], values: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        """Return the original outputs from the new graph's."""
-        results = []
-        for output in self.outputs:
-            if type(output) is FromGraph:
-                results.append(values[output.position])
-            elif type(output) is FromInput:
-                results.append(args[output.index])
-            else:
-                results.append(output.rebuild(buffers[output.storage], values))
-        return tuple(results)
+        def call(*args: Any) -> Sequence[Any]:
+            buffers = [buffer(args) for buffer in buffer_of]
+            inputs = [*buffers, *[args[index] for index in passed]]
+            if extents:
+                inputs += [extent(args) for extent in extents]
+            values = compiled(*inputs)
+            return values if unchanged else results(args, buffers, values)
+
+        def results(
+            args: Sequence[Any], buffers: Sequence[torch.Tensor], values: Sequence[Any]
+        ) -> tuple[Any, ...]:
+            return tuple(
+                values[output.position]
+                if type(output) is FromGraph
+                else args[output.index]
+                if type(output) is FromInput
+                else output.rebuild(buffers[output.storage], values)
+                for output in outputs
+            )
+
+        return call
 
 
-def find_storages(graph: torch.fx.Graph) -> list[MergedStorage]:
+def find_storages(graph: torch.fx.Graph, static: bool) -> list[MergedStorage]:
     """Return the storages of a Dynamo graph that must become one input each.
 
     A storage is merged when a window of it is an input, or when two plain inputs share it.
     Inputs that require gradients are not merged: AOTAutograd sees them as it always does.
+
+    Args:
+        graph: The Dynamo graph.
+        static: Whether to specialize symbolic sizes of windows, see
+            Note [Windows are specialized].
     """
     groups: dict[int, list[Member]] = {}
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -159,13 +170,37 @@ def find_storages(graph: torch.fx.Graph) -> list[MergedStorage]:
         values = [member.node.meta["example_value"] for member in members]
         wrapped = [value for value in values if isinstance(value, AliasTensor)]
         if wrapped:
-            storages.append(MergedStorage(members, wrapped[0]._buffer))
+            nbytes = wrapped[0]._buffer.shape[0]
         elif len(members) > 1 and not any(value.requires_grad for value in values):
             nbytes = values[0].untyped_storage().nbytes()
-            with ambient_fake_mode():
-                buffer = torch.empty(nbytes, dtype=torch.uint8, device=values[0].device)
-            storages.append(MergedStorage(members, buffer))
+        else:
+            continue
+        if static:
+            nbytes = specialized(nbytes)
+            for member in members:
+                member.size = tuple(map(specialized, member.size))
+                member.stride = tuple(map(specialized, member.stride))
+                member.byte_offset = specialized(member.byte_offset)
+        with ambient_fake_mode():
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=values[0].device)
+        storages.append(MergedStorage(members, buffer))
     return storages
+
+
+# Note [Windows are specialized]
+# When the size of a cache changes, Dynamo makes it symbolic. Whether windows overlap, and so what
+# may be written in place, is only known for numbers. A graph that writes in place is therefore
+# compiled for the sizes at hand, and again for others: a cache changes its size when an engine
+# starts, whereas a copy of it at each write would be paid at each step. Only extents that are
+# unknown while compiling stay symbolic.
+
+
+def specialized(extent: Extent) -> Extent:
+    """Return a symbolic extent as the number it has in this compilation."""
+    try:
+        return int(extent)
+    except DATA_DEPENDENT_ERRORS:
+        return extent
 
 
 def _member(index: int, node: torch.fx.Node, value: Any) -> Member | None:

@@ -75,6 +75,7 @@ class AliasTensor(torch.Tensor):
     _buffer: torch.Tensor
     _plain: torch.Tensor | None
     _window: Window | None
+    _context: tuple[torch.dtype, int] | None = None
     _tracing_storage: torch.UntypedStorage | None = None
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -158,7 +159,9 @@ class AliasTensor(torch.Tensor):
         """Return the inner tensor's name and the static context."""
         # Size and stride are not in the context: torch hands them to unflatten, symbolic ones
         # resolved, whereas a SymInt in the context would leak into run time.
-        return ["_buffer"], (self.dtype, self._byte_offset)
+        if self._context is None:
+            self._context = (self.dtype, self._byte_offset)
+        return ["_buffer"], self._context
 
     @staticmethod
     def __tensor_unflatten__(

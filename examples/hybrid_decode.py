@@ -63,15 +63,11 @@ class Geometry:
     def windows(self, pages: int) -> dict[str, Window]:
         """Return the windows of one storage of ``pages`` pages."""
         page = self.page_bytes
-        half = page // 4  # elements of bfloat16 in the keys of a block
-        cache = (pages, self.block_tokens, self.kv_heads, self.head_dim)
-        row = self.kv_heads * self.head_dim
-        cache_stride = (2 * half, row, self.head_dim, 1)
+        kv = (pages, 2, self.block_tokens, self.kv_heads, self.head_dim)
         taps, channels = self.conv_shape
         heads, dk, dv = self.state_shape
         return {
-            "k": Window(torch.bfloat16, cache, cache_stride, 0),
-            "v": Window(torch.bfloat16, cache, cache_stride, page // 2),
+            "kv": Window(torch.bfloat16, kv),
             "conv": Window(torch.bfloat16, (pages, taps, channels), (page // 2, channels, 1), 0),
             "ssm": Window(
                 torch.float32,
@@ -111,8 +107,7 @@ def gated_delta_net(
 def attention(
     geometry: Geometry,
     x: Any,
-    k_cache: Any,
-    v_cache: Any,
+    kv_cache: Any,
     block_table: Any,
     positions: Any,
     weights: dict[str, Any],
@@ -122,10 +117,10 @@ def attention(
     tokens = geometry.block_tokens
     q, k, v = (x @ weights["qkv"]).view(batch, 3, heads, dim).unbind(1)
     block = block_table.gather(1, (positions // tokens).unsqueeze(1)).squeeze(1)
-    k_cache[block, positions % tokens] = k.to(k_cache.dtype)
-    v_cache[block, positions % tokens] = v.to(v_cache.dtype)
-    keys = k_cache[block_table].flatten(1, 2).float()
-    values = v_cache[block_table].flatten(1, 2).float()
+    kv_cache[block, 0, positions % tokens] = k.to(kv_cache.dtype)
+    kv_cache[block, 1, positions % tokens] = v.to(kv_cache.dtype)
+    keys, values = kv_cache[block_table].float().unbind(2)
+    keys, values = keys.flatten(1, 2), values.flatten(1, 2)
     scores = torch.einsum("bhd,bthd->bht", q, keys) * dim**-0.5
     seen = torch.arange(keys.shape[1], device=x.device) <= positions.unsqueeze(1)
     scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
@@ -143,12 +138,12 @@ class HybridStep:
     slots: list[Any]
     block_table: Any
 
-    def __call__(self, caches: list[tuple[Any, Any]], x: Any, positions: Any) -> Any:
-        """Run one decode step; ``caches`` holds (conv, ssm) three times, then (k, v)."""
-        for (conv, ssm), slots, weights in zip(caches, self.slots, self.linear, strict=False):
+    def __call__(self, caches: list[Any], x: Any, positions: Any) -> Any:
+        """Run one decode step; ``caches`` holds (conv, ssm) three times, then kv."""
+        *states, kv = caches
+        for (conv, ssm), slots, weights in zip(states, self.slots, self.linear, strict=True):
             x = gated_delta_net(self.geometry, x, conv, ssm, slots, weights)
-        k, v = caches[-1]
-        return attention(self.geometry, x, k, v, self.block_table, positions, self.softmax)
+        return attention(self.geometry, x, kv, self.block_table, positions, self.softmax)
 
 
 def make_step(
@@ -175,14 +170,14 @@ def make_step(
     ]
     softmax = {"qkv": normal(geometry.hidden, 3 * row), "out": normal(row, geometry.hidden)}
     order = torch.randperm(pages, generator=generator)
-    slots = [order[i * batch : (i + 1) * batch] for i in range(layers)]
-    table = order[layers * batch : (layers + blocks) * batch].view(batch, blocks)
+    slots = [order[i * batch : (i + 1) * batch].clone() for i in range(layers)]
+    table = order[layers * batch : (layers + blocks) * batch].view(batch, blocks).clone()
     return HybridStep(geometry, linear, softmax, slots, table)
 
 
 def caches_of(
     views: dict[str, Any], layers: int = 3, copy: Callable[[Any], Any] = lambda view: view
-) -> list[tuple[Any, Any]]:
+) -> list[Any]:
     """Return the step's caches from the views of one storage."""
     linear = [(copy(views["conv"]), copy(views["ssm"])) for _ in range(layers)]
-    return [*linear, (copy(views["k"]), copy(views["v"]))]
+    return [*linear, copy(views["kv"])]

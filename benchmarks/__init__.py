@@ -1,0 +1,1 @@
+"""Benchmarks: what a step costs here, against what one would do instead."""
