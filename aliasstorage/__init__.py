@@ -1,8 +1,10 @@
 """Typed windows over one traceable byte buffer: mixed-dtype caches under `torch.compile`."""
 
+from aliasstorage import dispatch as _dispatch  # noqa: F401  (does the operations of AliasTensor)
 from aliasstorage import errors
 from aliasstorage.backend import backend
 from aliasstorage.errors import AliasStorageError
+from aliasstorage.explain import Explanation, explain
 from aliasstorage.storage import ByteStorage
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.tree import unwrap, unwrap_module_, wrap, wrap_module_
@@ -22,6 +24,8 @@ __all__ = [
     "unwrap_module_",
     # Compilation
     "backend",
+    "explain",
+    "Explanation",
     # Errors
     "AliasStorageError",
     "errors",

@@ -159,7 +159,7 @@ def current_guards() -> Any:
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Return an identity of a real tensor's storage, in one call into C++."""
-    return torch._C._storage_address(tensor)
+    return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
 
 
 def source_scope(builder: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def source_scope(builder: Any) -> dict[str, Any]:
         **builder.scope["__builtins__"],
         **names,
         "G": builder.scope["G"],
-        "address": torch._C._storage_address,
+        "address": torch._C._storage_address,  # type: ignore[attr-defined]
         "failures": (AttributeError, KeyError, IndexError, NameError, RuntimeError, TypeError),
     }
 

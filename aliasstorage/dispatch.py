@@ -1,120 +1,255 @@
-"""What `__torch_dispatch__` must know of an operation, read once from its schema."""
+"""What an operation does to windows.
+
+Over real bytes, operations run on the plain typed views. While torch traces, each regenerates its
+windows from their buffers. Views stay windows, written arguments are returned as they came, and
+everything else is a new plain tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from aliasstorage._compat import is_composite, run_eagerly
-from aliasstorage.errors import MetadataMutationError, UnsupportedOpError
-
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Argument:
-    """Where an argument stands in a call: by position, or by name after the positions end."""
-
-    index: int
-    name: str
-
-    def get(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the argument's value, None when it was left out."""
-        return args[self.index] if self.index < len(args) else kwargs.get(self.name)
+from aliasstorage import tracing
+from aliasstorage._compat import disable_current_modes, return_and_correct_aliasing, run_eagerly
+from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
+from aliasstorage.schemas import OpInfo, op_info
+from aliasstorage.tensor import AliasTensor, set_dispatch
+from aliasstorage.window import regenerate
 
 
-@dataclass(frozen=True)
-class OpInfo:
-    """How one operation treats the memory of its arguments.
-
-    Attributes:
-        viewed: The argument that results alias, for view operations.
-        mutated: Arguments that are written.
-        outs: The written arguments that are ``out=`` arguments, which torch may resize.
-        returned: For each result, the mutated argument that it is, or None for a new value.
-        refusal: Makes the reason why windows refuse the operation.
-        composite: Whether the operation is made of others, which arrive one by one except in
-            inference mode. Its schema may claim a view where it copies (reshape, contiguous).
-    """
-
-    viewed: Argument | None
-    mutated: tuple[Argument, ...]
-    outs: tuple[Argument, ...]
-    returned: tuple[Argument | None, ...]
-    refusal: Callable[[], Exception] | None
-    composite: bool
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation of which some arguments are windows."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return func(*_map_typed(args), **_map_typed(kwargs))  # a higher-order operator
+    info = op_info(func)
+    if info.refusal is not None:
+        raise info.refusal()
+    if info.composite:
+        return func.decompose(*args, **kwargs)
+    if info.viewed is not None:
+        return _view(func, info, args, kwargs)
+    if not info.mutated:
+        if func in _COPIES and _is_plain_copy(args, kwargs):
+            return _clone_bytes(args[0])
+        return func(*_map_typed(args), **_map_typed(kwargs))
+    return _mutate(func, info, args, kwargs)
 
 
-_infos: dict[Any, OpInfo] = {}
+def _map_typed(value: Any) -> Any:
+    """Replace the windows in the arguments of an operation by their plain typed views."""
+    kind = type(value)
+    if kind is AliasTensor:
+        return value._typed()
+    if kind is tuple or kind is list:
+        return kind([_map_typed(item) for item in value])
+    if kind is dict:
+        return {key: _map_typed(item) for key, item in value.items()}
+    return value
 
 
-def op_info(func: torch._ops.OpOverload) -> OpInfo:
-    """Return the `OpInfo` of an operator overload."""
-    info = _infos.get(func)
-    if info is None:
-        info = _infos[func] = _read_schema(func)
-    return info
+def _view(
+    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    assert info.viewed is not None  # noqa: S101  (the caller asked)
+    base = info.viewed.get(args, kwargs)
+    if not isinstance(base, AliasTensor):
+        return func(*_map_typed(args), **_map_typed(kwargs))
+    buffer = base._buffer
+    if not tracing.is_traced(buffer):
+        result = func(*_map_typed(args), **_map_typed(kwargs))
+        if isinstance(result, torch.Tensor):
+            return AliasTensor._from_plain(buffer, result)
+        return [AliasTensor._from_plain(buffer, item) for item in result]
+    # Note [A traced view is a window of the buffer]
+    # The view's size, stride and offset are computed on a tensor without data, outside the
+    # trace; the result is regenerated from the buffer when it is used. A chain of views thus
+    # never becomes a chain in the graph: a write through it is one scatter at its own bytes.
+    with disable_current_modes():
+        nbytes = buffer.shape[0]
+        bytes_ = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        stand_in = regenerate(bytes_, base.dtype, base.shape, base.stride(), base._byte_offset)
+        meta_args = [stand_in if item is base else item for item in args]
+        meta_kwargs = {k: stand_in if item is base else item for k, item in kwargs.items()}
+        shapes = func(*meta_args, **meta_kwargs)
+
+    def window(shape: torch.Tensor) -> AliasTensor:
+        offset: Any = shape.storage_offset() * shape.dtype.itemsize
+        return AliasTensor._from_traced(buffer, shape.dtype, shape.shape, shape.stride(), offset)
+
+    single = isinstance(shapes, torch.Tensor)
+    result = window(shapes) if single else [window(shape) for shape in shapes]
+    return return_and_correct_aliasing(func, args, kwargs, result)
 
 
-def _read_schema(func: torch._ops.OpOverload) -> OpInfo:
-    written: dict[str, Argument] = {}
-    read: dict[str, Argument] = {}
-    outs: list[Argument] = []
-    arguments = [Argument(i, a.name) for i, a in enumerate(func._schema.arguments)]
-    for argument, schema in zip(arguments, func._schema.arguments, strict=True):
-        alias = schema.alias_info
-        if alias is None:
-            continue
-        for name in alias.before_set:
-            (written if alias.is_write else read)[name] = argument
-        if schema.is_out:
-            outs.append(argument)
-    viewed = None
-    returned: list[Argument | None] = []
-    for result in func._schema.returns:
-        alias = result.alias_info
-        names = sorted(alias.before_set) if alias is not None else []
-        if alias is not None and not alias.is_write and names and names[0] in read:
-            viewed = read[names[0]]
-        returned.append(written.get(names[0]) if names else None)
-    if viewed is None and read:
-        # torch's parser drops the alias of a list of views (split, unbind) from the result; the
-        # argument still says that it goes into a list.
-        viewed = next(iter(read.values()))
-    return OpInfo(
-        viewed,
-        tuple(written.values()),
-        tuple(outs),
-        tuple(returned),
-        _refusal(func),
-        is_composite(func),
+_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+
+
+def _is_plain_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    source = args[0]
+    return (
+        type(source) is AliasTensor
+        and tracing.must_clone_bytes(source._buffer)
+        and kwargs.get("dtype") in (None, source.dtype)
+        and kwargs.get("device") in (None, source.device)
+        and kwargs.get("memory_format") in (None, torch.preserve_format)
     )
 
 
-def _refusal(func: torch._ops.OpOverload) -> Callable[[], Exception] | None:
-    name = func._schema.name
-    if func in (aten._conj.default, aten._neg_view.default):
-        instead = "conj_physical" if func is aten._conj.default else "neg"
-        return lambda: UnsupportedOpError(
-            "A lazy conjugate or negative view of a window is not supported.",
-            which=name,
-            expected="a view that is described by its bytes",
-            got="a view that negates on read, which bytes do not carry",
-            do=f"Use torch.{instead}(window), or unwrap the window first.",
-        )
-    inplace_view = torch.Tag.inplace_view in func.tags
-    if (inplace_view and func is not aten.detach_.default) or name == "aten::set_":
-        return lambda: MetadataMutationError(
-            "A window's size, stride, offset and storage cannot be changed in place.",
-            which=name,
-            expected="an operation that writes elements, or one that returns a new view",
-            got="an operation that changes the metadata of its argument",
-            do="Use the form that returns a view (t() for t_()), or take a new window.",
-        )
+def _clone_bytes(source: AliasTensor) -> torch.Tensor:
+    """Copy a window on its bytes. See Note [A clone of a window must stay a copy]."""
+    itemsize = source.dtype.itemsize
+    size, stride = (*source.shape, itemsize), [step * itemsize for step in source.stride()]
+    values = torch.as_strided(source._buffer, size, (*stride, 1), source._byte_offset)
+    return (values ^ 0).view(source.dtype).squeeze(-1)
+
+
+def _mutate(
+    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if func is torch.ops.aten.copy_.default and tracing.is_written_back(args):
+        return args[0]
+    if torch.is_grad_enabled():
+        _check_no_gradient(func, info, args, kwargs)
+    if len(info.mutated) + len(args) + len(kwargs) > 1:
+        overlap = _overlapping_arguments(func, info, args, kwargs)
+        if overlap is not None:
+            if func._schema.name.startswith("aten::_foreach_"):
+                return _foreach_one_by_one(func, args, kwargs)
+            raise _overlap_error(func, *overlap)
+    outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
+    outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
+    typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
+    eager_outs = [entry for entry in outs if not tracing.is_traced(entry[1]._buffer)]
+    for argument, out in eager_outs:
+        # torch would resize an out= tensor of another shape; let it resize a scratch tensor.
+        typed_kwargs[argument.name] = torch.empty(0, dtype=out.dtype, device=out.device)
+    result = func(*typed_args, **typed_kwargs)
+    for argument, out in eager_outs:
+        _check_same_shape(func, argument.name, out, typed_kwargs[argument.name])
+    for argument, out in eager_outs:
+        out._typed().copy_(typed_kwargs[argument.name])
+    if len(info.returned) == 0:
+        return result
+    if len(info.returned) == 1:
+        source = info.returned[0]
+        return result if source is None else source.get(args, kwargs)
+    return tuple(
+        value if source is None else source.get(args, kwargs)
+        for source, value in zip(info.returned, result, strict=True)
+    )
+
+
+# Note [One call, overlapping windows]
+# In a functional graph an operation reads all of its arguments before it writes, and writes each
+# mutated argument as a whole. When a mutated window shares bytes with another argument, that is
+# not what the operation does on memory: the bytes that one argument's write leaves could be
+# undone by another's old ones. ATen's own operations define their result for such arguments or
+# refuse them; a foreach is done one tensor at a time, as in eager mode; of other operations nobody
+# knows what they read first, so while tracing they are refused.
+
+
+def _overlapping_arguments(
+    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[AliasTensor, AliasTensor] | None:
+    """Return a mutated window and another window argument that share bytes, while tracing."""
+    foreach = func._schema.name.startswith("aten::_foreach_")
+    if func.namespace == "aten" and not foreach:
+        return None
+    everything = _windows((args, tuple(kwargs.values())))
+    if len(everything) < 2 or not tracing.is_traced(everything[0]._buffer):
+        return None
+    mutated = {
+        id(window) for argument in info.mutated for window in _windows(argument.get(args, kwargs))
+    }
+    for number, first in enumerate(everything):
+        for second in everything[number + 1 :]:
+            if first._buffer is not second._buffer or not {id(first), id(second)} & mutated:
+                continue
+            if not _is_static(first) or not _is_static(second):
+                continue
+            if first.window.overlaps(second.window):
+                return first, second
     return None
 
 
+def _windows(value: Any) -> list[AliasTensor]:
+    return [tensor for tensor in _tensors(value) if type(tensor) is AliasTensor]
+
+
+def _is_static(tensor: AliasTensor) -> bool:
+    extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return all(isinstance(extent, int) for extent in extents)
+
+
+def _foreach_one_by_one(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    length = len(args[0])
+
+    def item(value: Any, index: int) -> Any:
+        is_list = isinstance(value, (list, tuple)) and len(value) == length
+        return [value[index]] if is_list else value
+
+    for index in range(length):
+        func(
+            *(item(value, index) for value in args),
+            **{name: item(value, index) for name, value in kwargs.items()},
+        )
+
+
+def _overlap_error(
+    func: torch._ops.OpOverload, first: AliasTensor, second: AliasTensor
+) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        "An operation mutates a window and takes another window over the same bytes.",
+        which=func._schema.name,
+        expected="arguments that share no byte with a mutated one",
+        got=f"{first.window} and {second.window}",
+        do="Make two calls, or pass a clone of the one that is only read.",
+    )
+
+
+def _check_same_shape(
+    func: torch._ops.OpOverload, name: str, out: AliasTensor, scratch: torch.Tensor
+) -> None:
+    if out.shape != scratch.shape:
+        raise MetadataMutationError(
+            "An out= window has another shape than the result, and cannot be resized.",
+            which=f"{name}= of {func._schema.name}",
+            expected=f"a window of shape {tuple(scratch.shape)}",
+            got=f"shape {tuple(out.shape)}",
+            do="Pass a window of the result's shape.",
+        )
+
+
+def _check_no_gradient(
+    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse to write a value that requires gradients into a window."""
+    targets = [argument.get(args, kwargs) for argument in info.mutated]
+    flat_targets = [t for target in targets for t in _tensors(target)]
+    if not any(type(target) is AliasTensor for target in flat_targets):
+        return
+    for value in _tensors((args, tuple(kwargs.values()))):
+        if type(value) is not AliasTensor and value.requires_grad:
+            raise GradientWriteError(
+                "A value that requires gradients cannot be written into a window.",
+                which=func._schema.name,
+                expected="a value that does not require gradients, or torch.no_grad()",
+                got=f"a tensor of shape {tuple(value.shape)} with requires_grad=True",
+                do="Write value.detach(), or write under torch.no_grad().",
+            )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
 run_eagerly(globals())
+set_dispatch(dispatch)

@@ -10,7 +10,7 @@ pattern makes Dynamo compile again, a known one finds its own graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

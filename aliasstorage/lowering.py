@@ -17,7 +17,7 @@ import torch.fx
 
 from aliasstorage import _compat
 from aliasstorage.bufferize import ops
-from aliasstorage.bufferize.emit import BufferReport
+from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.guards import install_alias_guard

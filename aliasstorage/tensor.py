@@ -19,15 +19,11 @@ import torch
 from aliasstorage import tracing
 from aliasstorage._compat import (
     FunctionalTensor,
-    disable_current_modes,
     disabled_torch_function,
     is_compile_tracing,
-    return_and_correct_aliasing,
     run_eagerly,
 )
-from aliasstorage.dispatch import OpInfo, op_info
 from aliasstorage.errors import (
-    GradientWriteError,
     MetadataMutationError,
     RequiresGradError,
     UnsupportedTensorError,
@@ -197,21 +193,7 @@ class AliasTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*_map_typed(args), **_map_typed(kwargs))  # a higher-order operator
-        info = op_info(func)
-        if info.refusal is not None:
-            raise info.refusal()
-        if info.composite:
-            return func.decompose(*args, **kwargs)
-        if info.viewed is not None:
-            return _view(func, info, args, kwargs)
-        if not info.mutated:
-            if func in _COPIES and _is_plain_copy(args, kwargs):
-                return _clone_bytes(args[0])
-            return func(*_map_typed(args), **_map_typed(kwargs))
-        return _mutate(func, info, args, kwargs)
+        return _dispatch(func, args, kwargs or {})
 
     # --- refusals of what does not pass through __torch_dispatch__ ---
 
@@ -337,6 +319,20 @@ class AliasTensor(torch.Tensor):
 _NO_BASE = torch.empty(0)
 
 
+Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_dispatch: Dispatch
+
+
+def set_dispatch(function: Dispatch) -> None:
+    """Give the function that does operations on windows: the one in `dispatch`.
+
+    That module builds on this one, so it hands its function over when it is imported.
+    """
+    global _dispatch
+    _dispatch = function
+
+
 def rebuild_alias_tensor(
     buffer: torch.Tensor,
     dtype: torch.dtype,
@@ -379,144 +375,6 @@ def _refuse_grad() -> NoReturn:
         got="True",
         do="Keep trainable parameters outside the byte buffer; windows hold caches and states.",
     )
-
-
-def _map_typed(value: Any) -> Any:
-    """Replace the windows in the arguments of an operation by their plain typed views."""
-    kind = type(value)
-    if kind is AliasTensor:
-        return value._typed()
-    if kind is tuple or kind is list:
-        return kind([_map_typed(item) for item in value])
-    if kind is dict:
-        return {key: _map_typed(item) for key, item in value.items()}
-    return value
-
-
-def _view(
-    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    assert info.viewed is not None  # noqa: S101  (the caller asked)
-    base = info.viewed.get(args, kwargs)
-    if not isinstance(base, AliasTensor):
-        return func(*_map_typed(args), **_map_typed(kwargs))
-    buffer = base._buffer
-    if not tracing.is_traced(buffer):
-        result = func(*_map_typed(args), **_map_typed(kwargs))
-        if isinstance(result, torch.Tensor):
-            return AliasTensor._from_plain(buffer, result)
-        return [AliasTensor._from_plain(buffer, item) for item in result]
-    # Note [A traced view is a window of the buffer]
-    # The view's size, stride and offset are computed on a tensor without data, outside the
-    # trace; the result is regenerated from the buffer when it is used. A chain of views thus
-    # never becomes a chain in the graph: a write through it is one scatter at its own bytes.
-    with disable_current_modes():
-        nbytes = buffer.shape[0]
-        bytes_ = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        stand_in = regenerate(bytes_, base.dtype, base.shape, base.stride(), base._byte_offset)
-        meta_args = [stand_in if item is base else item for item in args]
-        meta_kwargs = {k: stand_in if item is base else item for k, item in kwargs.items()}
-        shapes = func(*meta_args, **meta_kwargs)
-
-    def window(shape: torch.Tensor) -> AliasTensor:
-        offset: Any = shape.storage_offset() * shape.dtype.itemsize
-        return AliasTensor._from_traced(buffer, shape.dtype, shape.shape, shape.stride(), offset)
-
-    single = isinstance(shapes, torch.Tensor)
-    result = window(shapes) if single else [window(shape) for shape in shapes]
-    return return_and_correct_aliasing(func, args, kwargs, result)
-
-
-_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
-
-
-def _is_plain_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    source = args[0]
-    return (
-        type(source) is AliasTensor
-        and tracing.must_clone_bytes(source._buffer)
-        and kwargs.get("dtype") in (None, source.dtype)
-        and kwargs.get("device") in (None, source.device)
-        and kwargs.get("memory_format") in (None, torch.preserve_format)
-    )
-
-
-def _clone_bytes(source: AliasTensor) -> torch.Tensor:
-    """Copy a window on its bytes. See Note [A clone of a window must stay a copy]."""
-    itemsize = source.dtype.itemsize
-    size, stride = (*source.shape, itemsize), [step * itemsize for step in source.stride()]
-    values = torch.as_strided(source._buffer, size, (*stride, 1), source._byte_offset)
-    return (values ^ 0).view(source.dtype).squeeze(-1)
-
-
-def _mutate(
-    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if func is torch.ops.aten.copy_.default and tracing.is_written_back(args):
-        return args[0]
-    if torch.is_grad_enabled():
-        _check_no_gradient(func, info, args, kwargs)
-    outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
-    outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
-    typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
-    eager_outs = [entry for entry in outs if not tracing.is_traced(entry[1]._buffer)]
-    for argument, out in eager_outs:
-        # torch would resize an out= tensor of another shape; let it resize a scratch tensor.
-        typed_kwargs[argument.name] = torch.empty(0, dtype=out.dtype, device=out.device)
-    result = func(*typed_args, **typed_kwargs)
-    for argument, out in eager_outs:
-        _check_same_shape(func, argument.name, out, typed_kwargs[argument.name])
-    for argument, out in eager_outs:
-        out._typed().copy_(typed_kwargs[argument.name])
-    if len(info.returned) == 0:
-        return result
-    if len(info.returned) == 1:
-        source = info.returned[0]
-        return result if source is None else source.get(args, kwargs)
-    return tuple(
-        value if source is None else source.get(args, kwargs)
-        for source, value in zip(info.returned, result, strict=True)
-    )
-
-
-def _check_same_shape(
-    func: torch._ops.OpOverload, name: str, out: AliasTensor, scratch: torch.Tensor
-) -> None:
-    if out.shape != scratch.shape:
-        raise MetadataMutationError(
-            "An out= window has another shape than the result, and cannot be resized.",
-            which=f"{name}= of {func._schema.name}",
-            expected=f"a window of shape {tuple(scratch.shape)}",
-            got=f"shape {tuple(out.shape)}",
-            do="Pass a window of the result's shape.",
-        )
-
-
-def _check_no_gradient(
-    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse to write a value that requires gradients into a window."""
-    targets = [argument.get(args, kwargs) for argument in info.mutated]
-    flat_targets = [t for target in targets for t in _tensors(target)]
-    if not any(type(target) is AliasTensor for target in flat_targets):
-        return
-    for value in _tensors((args, tuple(kwargs.values()))):
-        if type(value) is not AliasTensor and value.requires_grad:
-            raise GradientWriteError(
-                "A value that requires gradients cannot be written into a window.",
-                which=func._schema.name,
-                expected="a value that does not require gradients, or torch.no_grad()",
-                got=f"a tensor of shape {tuple(value.shape)} with requires_grad=True",
-                do="Write value.detach(), or write under torch.no_grad().",
-            )
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 run_eagerly(globals())

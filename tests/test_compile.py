@@ -643,3 +643,41 @@ def test_wrap_inside_a_compiled_function_breaks_the_graph_and_is_right():
     assert type(got) is torch.Tensor
     assert same(want, got)
     assert torch.equal(want_buffer, buffer)
+
+
+@torch.library.custom_op("tests_compile::bump_two", mutates_args=("a",))
+def bump_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    return a.sum() + b.sum()
+
+
+@bump_two.register_fake
+def _(a, b):
+    return a.new_empty(())
+
+
+def test_one_call_on_overlapping_windows_is_refused():
+    buffer = fresh()
+    args = AliasTensor(buffer, OVER_A), AliasTensor(buffer, Window(torch.int16, (8,)))
+    before = buffer.clone()
+    with pytest.raises(Exception, match="another window over the same bytes"):
+        torch.compile(bump_two, backend="aliasstorage", fullgraph=True)(*args)
+    assert torch.equal(before, buffer)
+    want = fresh()
+    expected = bump_two(OVER_A.regenerate(want), Window(torch.int16, (8,)).regenerate(want))
+    assert bump_two(*args) == expected  # without a graph it is what it always was
+    assert torch.equal(want, buffer)
+    separate = AliasTensor(buffer, Window(torch.int16, (8,), byte_offset=200))
+    BACKENDS["ours"](lambda a, b: bump_two(a, b), fullgraph=True)(args[0], separate)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_foreach_on_overlapping_windows_goes_one_by_one(backend):
+    def step(a, i):
+        torch._foreach_add_([i, i[:4], a.view(torch.int32)[2:]], [1, 2, 3])
+        return a[0]
+
+    want_buffer, buffer = fresh(), fresh()
+    step(A.regenerate(want_buffer), OVER_A.regenerate(want_buffer))
+    BACKENDS[backend](step)(AliasTensor(buffer, A), AliasTensor(buffer, OVER_A))
+    assert torch.equal(want_buffer, buffer)

@@ -229,6 +229,7 @@ def test_gradients_are_refused():
         lambda: window.add_(parameter),
         lambda: window.__setitem__(0, parameter[0]),
         lambda: window.index_put_((torch.tensor([1]),), parameter[:1]),
+        lambda: torch._foreach_copy_([window], [parameter]),
     ):
         with pytest.raises(errors.GradientWriteError):
             write()

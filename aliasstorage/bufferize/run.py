@@ -11,8 +11,9 @@ import torch.fx
 
 from aliasstorage.bufferize import ops
 from aliasstorage.bufferize.analyze import Analysis
-from aliasstorage.bufferize.emit import BufferEmitter, BufferReport, TypedInput
+from aliasstorage.bufferize.emit import BufferEmitter, TypedInput
 from aliasstorage.bufferize.recognize import UnrecognizedError, byte_buffers, recognize, uses
+from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.registry import PerTensor
 from aliasstorage.window import Window
 

@@ -1,0 +1,41 @@
+"""What became of a buffer's accesses, as data; `aliasstorage.explain` shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aliasstorage.window import Window
+
+
+@dataclass
+class WriteReport:
+    """How one write is done: ``in place``, or ``computed into place``, by which operation."""
+
+    window: Window
+    how: str
+    operation: str
+
+
+@dataclass
+class BufferReport:
+    """What became of one buffer's accesses; `explain` prints it.
+
+    Attributes:
+        nbytes: Length of the buffer, in bytes.
+        roots: Typed views that the graph is given.
+        classes: Alias classes, as lists of indices into ``roots``.
+        reads: Windows that are read.
+        writes: What is written, and how.
+        copies: For each value that is copied, its window and the reason.
+        fences: How many fences.
+        reason: Why the buffer was not bufferized, None if it was.
+    """
+
+    nbytes: int
+    roots: list[Window] = field(default_factory=list)
+    classes: list[list[int]] = field(default_factory=list)
+    reads: list[Window] = field(default_factory=list)
+    writes: list[WriteReport] = field(default_factory=list)
+    copies: list[tuple[Window, str]] = field(default_factory=list)
+    fences: int = 0
+    reason: str | None = None
