@@ -63,7 +63,7 @@ def keep_clones(graph: torch.fx.Graph) -> None:
                     versions.add(user)
                     pending.append(user)
         for version in versions:
-            for user in uses(version):
+            for user in list(uses(version)):
                 if user.target is torch.ops.aten.clone.default:
                     user.target, user.kwargs = ops.materialize, {}
 
