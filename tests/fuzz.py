@@ -200,6 +200,8 @@ def windows(draw: Any) -> Window:
         step *= max(size[dim], 1) + draw(st.sampled_from([0, 0, 1]))
     if dims and draw(st.integers(0, 9)) == 0:
         stride[order[-1]] = 0
+    # Stock Dynamo loses writes to a plain 0-dim float64 tensor on the CPU; see docs/promises.md.
+    hypothesis.assume(dims or dtype != torch.float64)
     window = Window(dtype, size, stride)
     room = (BYTES - window.span[1]) // itemsize
     hypothesis.assume(room >= 0)

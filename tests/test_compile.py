@@ -645,6 +645,21 @@ def test_wrap_inside_a_compiled_function_breaks_the_graph_and_is_right():
     assert torch.equal(want_buffer, buffer)
 
 
+@torch.library.custom_op("tests_compile::scale_pair", mutates_args=("a", "more", "none"))
+def scale_pair(
+    a: torch.Tensor, more: list[torch.Tensor], none: torch.Tensor | None
+) -> torch.Tensor:
+    a.mul_(2)
+    for tensor in more:
+        tensor.add_(1)
+    return a + 1
+
+
+@scale_pair.register_fake
+def _(a, more, none):
+    return torch.empty_like(a)
+
+
 @torch.library.custom_op("tests_compile::bump_two", mutates_args=("a",))
 def bump_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a.add_(1)
