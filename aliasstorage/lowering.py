@@ -20,8 +20,9 @@ from aliasstorage.bufferize import ops
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.errors import BackendUnsupportedError
+from aliasstorage.grouping import find_storages, static_window
 from aliasstorage.guards import install_alias_guard
-from aliasstorage.merge import find_storages, make_window, merge, static_window
+from aliasstorage.merge import make_window, merge
 from aliasstorage.tracing import clones_are_kept
 from aliasstorage.window import Window, regenerate
 

@@ -14,47 +14,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from aliasstorage._compat import (
-    DATA_DEPENDENT_ERRORS,
-    AttrSource,
-    FakeTensor,
-    TensorProperty,
-    TensorPropertySource,
-    ambient_fake_mode,
-    storage_key,
-)
-from aliasstorage.registry import pinned_byte_buffer
+from aliasstorage._compat import AttrSource, TensorProperty, TensorPropertySource
+from aliasstorage.grouping import Extent, Member, MergedStorage, value_storage
 from aliasstorage.tensor import AliasTensor
-from aliasstorage.window import Window, check_strided, regenerate
-
-Extent = int | torch.SymInt
-
-
-@dataclass
-class Member:
-    """An input of the Dynamo graph that is a view of a merged storage."""
-
-    index: int  # position among the graph's inputs
-    node: torch.fx.Node
-    wrapped: bool
-    dtype: torch.dtype
-    size: tuple[Extent, ...]
-    stride: tuple[Extent, ...]
-    byte_offset: Extent
-
-
-@dataclass
-class MergedStorage:
-    """The inputs of one storage, and the node of the buffer that replaces them."""
-
-    members: list[Member]
-    buffer_value: torch.Tensor  # fake
-    buffer_node: torch.fx.Node | None = None
-
-    def buffer(self, args: Sequence[Any]) -> torch.Tensor:
-        """Return the real byte buffer, from the first member among a call's arguments."""
-        first = args[self.members[0].index]
-        return first._buffer if type(first) is AliasTensor else pinned_byte_buffer(first)
+from aliasstorage.tracing import is_traced
+from aliasstorage.window import regenerate
 
 
 @dataclass
@@ -148,79 +112,6 @@ class MergedGraph:
         return call
 
 
-def find_storages(graph: torch.fx.Graph, static: bool) -> list[MergedStorage]:
-    """Return the storages of a Dynamo graph that must become one input each.
-
-    A storage is merged when a window of it is an input, or when two plain inputs share it.
-    Inputs that require gradients are not merged: AOTAutograd sees them as it always does.
-
-    Args:
-        graph: The Dynamo graph.
-        static: Whether to specialize symbolic sizes of windows, see
-            Note [Windows are specialized].
-    """
-    groups: dict[int, list[Member]] = {}
-    for index, node in enumerate(graph.find_nodes(op="placeholder")):
-        value = node.meta.get("example_value")
-        member = _member(index, node, value)
-        if member is not None:
-            groups.setdefault(_value_storage(value), []).append(member)
-    storages = []
-    for members in groups.values():
-        values = [member.node.meta["example_value"] for member in members]
-        wrapped = [value for value in values if isinstance(value, AliasTensor)]
-        if wrapped:
-            nbytes = wrapped[0]._buffer.shape[0]
-        elif len(members) > 1 and not any(value.requires_grad for value in values):
-            nbytes = values[0].untyped_storage().nbytes()
-        else:
-            continue
-        if static:
-            nbytes = specialized(nbytes)
-            for member in members:
-                member.size = tuple(map(specialized, member.size))
-                member.stride = tuple(map(specialized, member.stride))
-                member.byte_offset = specialized(member.byte_offset)
-        with ambient_fake_mode():
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=values[0].device)
-        storages.append(MergedStorage(members, buffer))
-    return storages
-
-
-# Note [Windows are specialized]
-# When the size of a cache changes, Dynamo makes it symbolic. Whether windows overlap, and so what
-# may be written in place, is only known for numbers. A graph that writes in place is therefore
-# compiled for the sizes at hand, and again for others: a cache changes its size when an engine
-# starts, whereas a copy of it at each write would be paid at each step. Only extents that are
-# unknown while compiling stay symbolic.
-
-
-def specialized(extent: Extent) -> Extent:
-    """Return a symbolic extent as the number it has in this compilation."""
-    try:
-        return int(extent)
-    except DATA_DEPENDENT_ERRORS:
-        return extent
-
-
-def _member(index: int, node: torch.fx.Node, value: Any) -> Member | None:
-    if isinstance(value, AliasTensor):
-        wrapped = True
-    elif isinstance(value, FakeTensor) and value.layout == torch.strided:
-        wrapped = False
-        if value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
-            return None
-    else:
-        return None
-    byte_offset = value.storage_offset() * value.dtype.itemsize
-    size, stride = tuple(value.shape), tuple(value.stride())
-    return Member(index, node, wrapped, value.dtype, size, stride, byte_offset)
-
-
-def _value_storage(value: torch.Tensor) -> int:
-    return storage_key(value._buffer if isinstance(value, AliasTensor) else value)
-
-
 def make_window(
     buffer: torch.Tensor,
     dtype: torch.dtype,
@@ -229,7 +120,9 @@ def make_window(
     byte_offset: int,
 ) -> AliasTensor:
     """Return a window, as a node of a merged graph."""
-    return AliasTensor._from_traced(buffer, dtype, size, stride, byte_offset)
+    if is_traced(buffer):
+        return AliasTensor._from_traced(buffer, dtype, size, stride, byte_offset)
+    return AliasTensor._from_plain(buffer, regenerate(buffer, dtype, size, stride, byte_offset))
 
 
 def merge(
@@ -386,9 +279,7 @@ def _rewrite_outputs(
         for member in storage.members
     }
     storage_of = {
-        storage_key(member.node.meta["example_value"]._buffer)
-        if member.wrapped
-        else storage_key(member.node.meta["example_value"]): position
+        value_storage(member.node.meta["example_value"]): position
         for position, storage in enumerate(merged.storages)
         for member in storage.members
     }
@@ -402,7 +293,7 @@ def _rewrite_outputs(
         value = old.meta.get("example_value") if isinstance(old, torch.fx.Node) else None
         position = None
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            position = storage_of.get(_value_storage(value))
+            position = storage_of.get(value_storage(value))
         if position is None:
             merged.outputs.append(emit(env[old] if isinstance(old, torch.fx.Node) else old))
             continue
@@ -432,14 +323,3 @@ def _rewrite_outputs(
             )
         )
     graph.output(tuple(results))
-
-
-def static_window(member: Member) -> Window | None:
-    """Return a member's window when none of its extents is symbolic."""
-    extents = (*member.size, *member.stride, member.byte_offset)
-    if not all(isinstance(extent, int) for extent in extents):
-        return None
-    return Window(member.dtype, member.size, member.stride, member.byte_offset)  # type: ignore
-
-
-__all__ = ["MergedGraph", "check_strided", "find_storages", "merge", "static_window"]

@@ -100,7 +100,7 @@ WRITES = [
     "{x}[rows({i})] += 1",
     "{x}.copy_(ramp({x}))",
     "{x}.copy_({y}.clone())",
-    "{x}[0] = {x}[{i}]",
+    "{x}[0] = {x}[{i}].clone()",
     "{x}.masked_fill_(mask({x}), {j})",
     "{x}[mask({x})] = 2",
     "{x}.index_add_(0, rows({i}, 0, {i}), ramp({x}[:1]).expand(3, *{x}.shape[1:]))",
@@ -115,7 +115,7 @@ WRITES = [
     "{x}.t().add_(1)",
     "{x}.logical_not_()",
     "{x}.clamp_(0, {j})",
-    "{x}.sub_({y}[{i}])",
+    "{x}.sub_({y}[{i}].clone())",
 ]
 READS = [
     "{v} = {x}.clone()",

@@ -696,3 +696,18 @@ def test_foreach_on_overlapping_windows_goes_one_by_one(backend):
     step(A.regenerate(want_buffer), OVER_A.regenerate(want_buffer))
     BACKENDS[backend](step)(AliasTensor(buffer, A), AliasTensor(buffer, OVER_A))
     assert torch.equal(want_buffer, buffer)
+
+
+def test_inputs_that_cannot_be_merged_are_refused_by_name():
+    raw = torch.zeros(64, dtype=torch.uint8)
+    before = raw.clone()
+    weights = raw[:32].view(torch.float32).requires_grad_()
+    other = raw.view(torch.int16)
+    with pytest.raises(Exception, match="one of them requires gradients") as caught:
+        BACKENDS["ours"](lambda w, o: (o.add_(1), (w * 2).sum())[1])(weights, other)
+    assert isinstance(caught.value.inner_exception, errors.RequiresGradError)
+    torch._dynamo.reset()
+    conjugated = raw[:32].view(torch.complex64).conj()
+    with pytest.raises(Exception, match="lazy conjugate"):
+        BACKENDS["ours"](lambda c, o: (o.add_(1), c * 2)[1])(conjugated, other)
+    assert torch.equal(raw, before)

@@ -1,0 +1,165 @@
+"""Which inputs of a Dynamo graph share a storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from aliasstorage._compat import (
+    DATA_DEPENDENT_ERRORS,
+    FakeTensor,
+    ambient_fake_mode,
+    source_name,
+    storage_key,
+)
+from aliasstorage.errors import RequiresGradError, UnsupportedTensorError
+from aliasstorage.registry import pinned_byte_buffer
+from aliasstorage.tensor import AliasTensor
+from aliasstorage.window import Window
+
+Extent = int | torch.SymInt
+
+
+@dataclass
+class Member:
+    """An input of the Dynamo graph that is a view of a merged storage."""
+
+    index: int  # position among the graph's inputs
+    node: torch.fx.Node
+    wrapped: bool
+    dtype: torch.dtype
+    size: tuple[Extent, ...]
+    stride: tuple[Extent, ...]
+    byte_offset: Extent
+
+
+@dataclass
+class MergedStorage:
+    """The inputs of one storage, and the node of the buffer that replaces them."""
+
+    members: list[Member]
+    buffer_value: torch.Tensor  # fake
+    buffer_node: torch.fx.Node | None = None
+
+    def buffer(self, args: Sequence[Any]) -> torch.Tensor:
+        """Return the real byte buffer, from the first member among a call's arguments."""
+        first = args[self.members[0].index]
+        return first._buffer if type(first) is AliasTensor else pinned_byte_buffer(first)
+
+
+def find_storages(graph: torch.fx.Graph, static: bool) -> list[MergedStorage]:
+    """Return the storages of a Dynamo graph that must become one input each.
+
+    A storage is merged when a window of it is an input, or when two plain inputs share it.
+    Plain inputs of which one requires gradients are left to AOTAutograd, which handles them as
+    long as they are of one dtype.
+
+    Args:
+        graph: The Dynamo graph.
+        static: Whether to specialize symbolic sizes of windows, see
+            Note [Windows are specialized].
+    """
+    groups: dict[int, list[Member]] = {}
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        if is_strided_input(value):
+            groups.setdefault(value_storage(value), []).append(_member(index, node, value))
+    storages = []
+    for members in groups.values():
+        values = [member.node.meta["example_value"] for member in members]
+        wrapped = [value for value in values if isinstance(value, AliasTensor)]
+        if not wrapped and len(members) == 1:
+            continue
+        dtypes = {value.dtype for value in values}
+        if any(value.requires_grad for value in values):
+            if wrapped or len(dtypes) > 1:
+                raise _gradient_error(members)
+            continue
+        for member, value in zip(members, values, strict=True):
+            _check_no_lazy_bits(member, value)
+        first = values[0]
+        nbytes = wrapped[0]._buffer.shape[0] if wrapped else first.untyped_storage().nbytes()
+        if static:
+            nbytes = specialized(nbytes)
+            for member in members:
+                member.size = tuple(map(specialized, member.size))
+                member.stride = tuple(map(specialized, member.stride))
+                member.byte_offset = specialized(member.byte_offset)
+        with ambient_fake_mode():
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=first.device)
+        storages.append(MergedStorage(members, buffer))
+    return storages
+
+
+# Note [Windows are specialized]
+# When the size of a cache changes, Dynamo makes it symbolic. Whether windows overlap, and so what
+# may be written in place, is only known for numbers. A graph that writes in place is therefore
+# compiled for the sizes at hand, and again for others: a cache changes its size when an engine
+# starts, whereas a copy of it at each write would be paid at each step. Only extents that are
+# unknown while compiling stay symbolic.
+
+
+def specialized(extent: Extent) -> Extent:
+    """Return a symbolic extent as the number it has in this compilation."""
+    try:
+        return int(extent)
+    except DATA_DEPENDENT_ERRORS:
+        return extent
+
+
+def is_strided_input(value: Any) -> bool:
+    """Return whether an example value is a tensor with strided bytes."""
+    if isinstance(value, AliasTensor):
+        return True
+    return (
+        isinstance(value, FakeTensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and not value.is_nested
+    )
+
+
+def _member(index: int, node: torch.fx.Node, value: torch.Tensor) -> Member:
+    byte_offset = value.storage_offset() * value.dtype.itemsize
+    size, stride = tuple(value.shape), tuple(value.stride())
+    wrapped = isinstance(value, AliasTensor)
+    return Member(index, node, wrapped, value.dtype, size, stride, byte_offset)
+
+
+def _check_no_lazy_bits(member: Member, value: torch.Tensor) -> None:
+    if value.is_conj() or value.is_neg():
+        raise UnsupportedTensorError(
+            "An input with a lazy conjugate or negative bit shares its storage with another one.",
+            which=f"input {source_name(member.node._dynamo_source)}",
+            expected="inputs that are described by their bytes",
+            got=f"{value.dtype} of shape {tuple(value.shape)}",
+            do="Pass the tensor without the bit, and conjugate or negate inside the function.",
+        )
+
+
+def _gradient_error(members: list[Member]) -> RequiresGradError:
+    names = ", ".join(source_name(member.node._dynamo_source) for member in members)
+    return RequiresGradError(
+        "Inputs of several dtypes share a storage, and one of them requires gradients.",
+        which=f"inputs {names}",
+        expected="caches and states that do not require gradients",
+        got="requires_grad=True on a view of the storage",
+        do="Keep trainable parameters outside the byte buffer, or pass tensor.detach().",
+    )
+
+
+def value_storage(value: torch.Tensor) -> int:
+    """Return an identity of the storage whose bytes an example value shows."""
+    return storage_key(value._buffer if isinstance(value, AliasTensor) else value)
+
+
+def static_window(member: Member) -> Window | None:
+    """Return a member's window when none of its extents is symbolic."""
+    extents = (*member.size, *member.stride, member.byte_offset)
+    if not all(isinstance(extent, int) for extent in extents):
+        return None
+    return Window(member.dtype, member.size, member.stride, member.byte_offset)  # type: ignore
