@@ -48,17 +48,20 @@ def alias_pattern(tensors: Sequence[torch.Tensor]) -> AliasPattern:
     )
 
 
-def install_alias_guard(sources: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+def install_alias_guard(sources: Sequence[Any], tensors: Sequence[torch.Tensor]) -> AliasPattern:
     """Make the frame being compiled depend on the alias pattern of its tensor inputs.
 
     Args:
         sources: The Dynamo source of each input.
         tensors: The real inputs of this compilation.
+
+    Returns:
+        The pattern.
     """
     guards = current_guards()
-    if guards is None or len(tensors) < 2:
-        return
     expected = alias_pattern(tensors)
+    if guards is None or len(tensors) < 2:
+        return expected
     code = compile(pattern_check_source([source_name(s) for s in sources], expected), "", "exec")
 
     def create(builder: Any, guard: Guard) -> None:
@@ -68,6 +71,7 @@ def install_alias_guard(sources: Sequence[Any], tensors: Sequence[torch.Tensor])
         builder.guard_manager.root.add_lambda_guard(scope["check"], description, None)
 
     guards.add(Guard(sources[0], create))
+    return expected
 
 
 def pattern_check_source(names: Sequence[str], expected: AliasPattern) -> str:

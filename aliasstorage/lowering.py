@@ -21,7 +21,7 @@ from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.grouping import find_storages, static_window
-from aliasstorage.guards import install_alias_guard
+from aliasstorage.guards import AliasPattern, install_alias_guard
 from aliasstorage.merge import make_window, merge
 from aliasstorage.tracing import clones_are_kept
 from aliasstorage.window import Window, regenerate
@@ -52,23 +52,30 @@ def compile_graph(
         if (window := static_window(member)) is not None
     ]
     compiler = _inner_compiler(inner, options, mode, roots)
-    _guard_alias_pattern(module, example_inputs)
-    if not storages:
-        return compiler(module, example_inputs)
-    traces_windows = inner in ("eager", "inductor", *_AOT_EAGER)
-    make = make_window if traces_windows else regenerate
-    merged = merge(module, example_inputs, storages, make)
-    return merged.bind(compiler(merged.module, merged.example_inputs))
+    pattern = _guard_alias_pattern(module, example_inputs)
+    # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern
+    # in the key, an entry made for other aliases is never found.
+    tag = f"{torch.compiler.config.cache_key_tag} aliasstorage {pattern}"
+    with torch.compiler.config.patch(cache_key_tag=tag):
+        if not storages:
+            return compiler(module, example_inputs)
+        traces_windows = inner in ("eager", "inductor", *_AOT_EAGER)
+        make = make_window if traces_windows else regenerate
+        merged = merge(module, example_inputs, storages, make)
+        return merged.bind(compiler(merged.module, merged.example_inputs))
 
 
-def _guard_alias_pattern(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+def _guard_alias_pattern(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any]
+) -> AliasPattern:
     placeholders = module.graph.find_nodes(op="placeholder")
     tensors = [
         (node._dynamo_source, value)
         for node, value in zip(placeholders, example_inputs, strict=True)
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     ]
-    install_alias_guard([source for source, _ in tensors], [value for _, value in tensors])
+    sources, values = [source for source, _ in tensors], [value for _, value in tensors]
+    return install_alias_guard(sources, values)
 
 
 def _inner_compiler(

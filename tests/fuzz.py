@@ -227,6 +227,8 @@ def programs(draw: Any, configurations: tuple[str, ...]) -> Program:
         x, y = draw(st.sampled_from(names)), draw(st.sampled_from(names))
         if "{y}" in template and not _comparable(scope[x], scope[y]):
             continue
+        if template in WRITES and _is_expanded(scope[x]):
+            continue
         line = template.format(
             x=x,
             y=y,
@@ -246,6 +248,11 @@ def programs(draw: Any, configurations: tuple[str, ...]) -> Program:
     program.returned = draw(st.lists(st.sampled_from(names), max_size=4, unique=True))
     hypothesis.assume(program.lines)
     return program
+
+
+def _is_expanded(x: Any) -> bool:
+    """Return whether writing to x is deprecated; stock torch compiles such writes to garbage."""
+    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _comparable(x: Any, y: Any) -> bool:
@@ -315,8 +322,10 @@ def _options(backend: str, bufferize: bool) -> dict[str, Any]:
 
 def _is_refusal(error: Exception) -> bool:
     inner = getattr(error, "inner_exception", error)
-    expanded = "single memory location" in str(error)  # eager lets some writes through
-    return expanded or isinstance(inner, aliasstorage.AliasStorageError)
+    # Stock torch raises this for a custom operation on a view of a plain input that nothing else
+    # shares a storage with.
+    stock = "out of bounds for storage of size" in str(error)
+    return stock or isinstance(inner, aliasstorage.AliasStorageError)
 
 
 def run(count: int, seed: int, configurations: tuple[str, ...]) -> None:
