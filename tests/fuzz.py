@@ -298,7 +298,9 @@ def check(program: Program) -> None:
                 raise
         sides.append((buffers, args, results))
     (want_buffers, want_args, want), (buffers, args, got) = sides
-    exact = backend != "inductor"
+    # Only what is written in place leaves the bits of a NaN alone for certain: eager's functional
+    # kernels may change the bits of a 16-bit NaN that they merely keep.
+    exact = backend == "aot_eager" and bufferize
     shown = program.windows
     assert_results(want, got, True, exact, "results")
     assert_buffers(want_buffers, buffers, shown, exact, "buffer")
