@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from aliasstorage._compat import AttrSource, TensorProperty, TensorPropertySource
+from aliasstorage.bufferize.run import picker
 from aliasstorage.grouping import Extent, Member, MergedStorage, value_storage
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.tracing import is_traced
@@ -86,15 +87,13 @@ class MergedGraph:
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         """Return a function of the original inputs that calls the compiled new graph."""
         buffer_of = [storage.buffer for storage in self.storages]
-        passed, extents, outputs = self.passed, self.extents, self.outputs
+        pick, extents, outputs = picker(self.passed), self.extents, self.outputs
         unchanged = all(output == FromGraph(position) for position, output in enumerate(outputs))
 
         def call(*args: Any) -> Sequence[Any]:
             buffers = [buffer(args) for buffer in buffer_of]
-            inputs = [*buffers, *[args[index] for index in passed]]
-            if extents:
-                inputs += [extent(args) for extent in extents]
-            values = compiled(*inputs)
+            more = [extent(args) for extent in extents] if extents else ()
+            values = compiled(*buffers, *pick(args), *more)
             return values if unchanged else results(args, buffers, values)
 
         def results(

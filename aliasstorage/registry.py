@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from aliasstorage._compat import no_inference_mode, run_eagerly, storage_key
+from aliasstorage._compat import no_inference_mode, run_eagerly, storage_address, storage_key
 
 _buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -76,7 +76,7 @@ def pinned_byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
     storage anyway.
     """
     buffer = _pinned.get(tensor)
-    if buffer is None or storage_key(buffer) != storage_key(tensor):
+    if buffer is None or storage_address(buffer) != storage_address(tensor):
         buffer = byte_buffer(tensor)
         _pinned.set(tensor, buffer)
     return buffer

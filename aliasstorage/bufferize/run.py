@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,6 +123,16 @@ def compile_bufferized(
     return BufferizedCall(compiler(module, inputs, static), kept, sources)
 
 
+def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that picks items, as fast as Python can."""
+    if not indices:
+        return lambda items: ()
+    if len(indices) == 1:
+        (index,) = indices
+        return lambda items: (items[index],)
+    return operator.itemgetter(*indices)
+
+
 class BufferizedCall:
     """Calls a compiled graph with typed views of the buffers among its arguments.
 
@@ -136,18 +147,17 @@ class BufferizedCall:
         kept: list[int],
         sources: list[tuple[int, Window]],
     ) -> None:
-        self._compiled, self._kept = compiled, kept
+        self._compiled, self._pick = compiled, picker(kept)
         windows: dict[int, list[Window]] = {}
         for index, window in sources:
             windows.setdefault(index, []).append(window)
-        self._windows = tuple(windows.items())
-        self._views: tuple[PerTensor[list[torch.Tensor]], ...]
-        self._views = tuple(PerTensor() for _ in self._windows)
+        self._buffers: list[tuple[int, list[Window], PerTensor[list[torch.Tensor]]]]
+        self._buffers = [(index, roots, PerTensor()) for index, roots in windows.items()]
 
     def __call__(self, args: list[Any]) -> Any:
         """Call with a list of arguments, which is emptied."""
-        inputs = [args[index] for index in self._kept]
-        for (index, windows), cache in zip(self._windows, self._views, strict=True):
+        inputs = list(self._pick(args))
+        for index, windows, cache in self._buffers:
             buffer = args[index]
             views = cache.get(buffer)
             if views is None:
