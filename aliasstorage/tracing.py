@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -111,23 +112,22 @@ _checked: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 # the buffer. Where the graph may go there unchanged, a clone is therefore computed on the bytes,
 # by an operation that is the identity and that no pass knows to be one. It also keeps the bits of
 # NaNs. The backend of this library copies by an operation of its own instead.
-_clones_are_kept = False
+_clones_are_kept: ContextVar[bool] = ContextVar("clones_are_kept", default=False)
 
 
 @contextmanager
 def clones_are_kept() -> Iterator[None]:
     """Trace clones of windows as clones: the caller sees to it that they stay copies."""
-    global _clones_are_kept
-    previous, _clones_are_kept = _clones_are_kept, True
+    token = _clones_are_kept.set(True)
     try:
         yield
     finally:
-        _clones_are_kept = previous
+        _clones_are_kept.reset(token)
 
 
 def must_clone_bytes(buffer: torch.Tensor) -> bool:
     """Return whether a clone of a window of ``buffer`` must be computed on bytes."""
-    return not _clones_are_kept and isinstance(buffer, FunctionalTensor)
+    return not _clones_are_kept.get() and isinstance(buffer, FunctionalTensor)
 
 
 def _refuse_mixed_inputs(fake: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import aliasstorage
 from aliasstorage import AliasTensor, ByteStorage, Window, errors
 from examples.hybrid_decode import Geometry, caches_of, make_step
+from tests.oracle import as_bytes
 
 A = Window(torch.float16, (8, 8))
 B = Window(torch.float32, (8, 4), byte_offset=128)
@@ -49,10 +50,7 @@ def update(a, b, x):
 
 
 def same(left, right):
-    return torch.equal(
-        aliasstorage.unwrap(left).clone().view(torch.uint8),
-        aliasstorage.unwrap(right).clone().view(torch.uint8),
-    )
+    return torch.equal(as_bytes(left), as_bytes(right))
 
 
 X = torch.tensor([1, 3])
@@ -711,3 +709,73 @@ def test_inputs_that_cannot_be_merged_are_refused_by_name():
     with pytest.raises(Exception, match="lazy conjugate"):
         BACKENDS["ours"](lambda c, o: (o.add_(1), c * 2)[1])(conjugated, other)
     assert torch.equal(raw, before)
+
+
+VIEWS_AS_INPUTS = {
+    "narrow": lambda t: t.narrow(0, 2, 4),
+    "split": lambda t: t.split(4)[1],
+    "select": lambda t: t[3],
+    "expand": lambda t: t.unsqueeze(0).expand(2, 8, 8),
+    "two_dimensional_slice": lambda t: t[1:5, 2:6],
+    "transposed": lambda t: t.t(),
+    "another_dtype": lambda t: t.view(torch.int16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", VIEWS_AS_INPUTS)
+def test_views_of_windows_as_inputs(name, backend, dynamic, mode):
+    """A view taken in eager mode is an input beside the window it was taken of."""
+
+    def step(view, whole, other):
+        whole.add_(1)
+        other[1] = 2
+        return view + 1, view
+
+    with MODES[mode]():
+        results = []
+        for compile_, make in ((lambda f: f, plains), (None, windows)):
+            buffer = fresh()
+            a, b = make(buffer)
+            compiled = compile_ or (lambda f: BACKENDS[backend](f, dynamic=dynamic))
+            results.append((compiled(step)(VIEWS_AS_INPUTS[name](a), a, b), buffer))
+        (want, want_buffer), (got, buffer) = results
+        assert torch.equal(want_buffer, buffer)
+        assert all(same(x, y) for x, y in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_storage_allocated_in_inference_mode(backend):
+    with torch.inference_mode():
+        raw = fresh()
+        wrapped = aliasstorage.wrap(plains(raw))
+    want_buffer = fresh()
+    with torch.no_grad():
+        want = update(*plains(want_buffer), X)
+        got = BACKENDS[backend](update)(*wrapped, X)
+    assert all(same(x, y) for x, y in zip(want, got, strict=True))
+    assert torch.equal(want_buffer, wrapped[0].buffer)
+
+
+def test_backward_that_mutates_a_saved_window():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, state):
+            ctx.state = state
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.state.add_(1)
+            return grad * 2, None
+
+    outcomes = []
+    for make in (plains, windows):
+        buffer = fresh()
+        x = torch.ones(3, requires_grad=True)
+        Scale.apply(x, make(buffer)[1]).sum().backward()
+        outcomes.append((buffer, x.grad))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
