@@ -17,6 +17,9 @@ import torch
 # What the compilation in progress knows: its fake mode, its guards.
 from torch._guards import Guard, TracingContext
 
+# The type of an operator overload, which __torch_dispatch__ and fx nodes hold.
+from torch._ops import OpOverload
+
 # The type of a tensor while Dynamo and AOTAutograd trace: a buffer of one of these types is
 # traced, a buffer of type torch.Tensor holds real bytes.
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,9 +44,10 @@ _ON_FIRST_USE = {
     "boxed_nop": "torch._dynamo.backends.debugging",
     "lookup_backend": "torch._dynamo.backends.registry",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners",
-    # Inductor's entry points and its decompositions.
+    # Inductor's entry points, modes and decompositions.
     "compile_fx": "torch._inductor.compile_fx",
     "compile_fx_inner": "torch._inductor.compile_fx",
+    "list_mode_options": "torch._inductor",
     "select_decomp_table": "torch._inductor.decomposition",
 }
 
@@ -72,6 +76,7 @@ __all__ = [
     "FakeTensor",
     "FunctionalTensor",
     "Guard",
+    "OpOverload",
     "TracingContext",
     "disable_current_modes",
     "return_and_correct_aliasing",

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from aliasstorage import tracing
-from aliasstorage._compat import disable_current_modes, return_and_correct_aliasing, run_eagerly
+from aliasstorage._compat import (
+    OpOverload,
+    disable_current_modes,
+    return_and_correct_aliasing,
+    run_eagerly,
+)
 from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
 from aliasstorage.schemas import OpInfo, op_info
 from aliasstorage.tensor import AliasTensor, set_dispatch
@@ -21,7 +26,7 @@ from aliasstorage.window import regenerate
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation of which some arguments are windows."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return func(*_map_typed(args), **_map_typed(kwargs))  # a higher-order operator
     info = op_info(func)
     if info.refusal is not None:
@@ -49,9 +54,7 @@ def _map_typed(value: Any) -> Any:
     return value
 
 
-def _view(
-    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _view(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert info.viewed is not None  # noqa: S101  (the caller asked)
     base = info.viewed.get(args, kwargs)
     if not isinstance(base, AliasTensor):
@@ -105,9 +108,7 @@ def _clone_bytes(source: AliasTensor) -> torch.Tensor:
     return (values ^ 0).view(source.dtype).squeeze(-1)
 
 
-def _mutate(
-    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten.copy_.default and tracing.is_written_back(args):
         return args[0]
     if torch.is_grad_enabled():
@@ -151,7 +152,7 @@ def _mutate(
 
 
 def _overlapping_arguments(
-    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[AliasTensor, AliasTensor] | None:
     """Return a mutated window and another window argument that share bytes, while tracing."""
     foreach = func._schema.name.startswith("aten::_foreach_")
@@ -183,9 +184,7 @@ def _is_static(tensor: AliasTensor) -> bool:
     return all(isinstance(extent, int) for extent in extents)
 
 
-def _foreach_one_by_one(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _foreach_one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     length = len(args[0])
 
     def item(value: Any, index: int) -> Any:
@@ -199,9 +198,7 @@ def _foreach_one_by_one(
         )
 
 
-def _overlap_error(
-    func: torch._ops.OpOverload, first: AliasTensor, second: AliasTensor
-) -> UnsupportedOpError:
+def _overlap_error(func: OpOverload, first: AliasTensor, second: AliasTensor) -> UnsupportedOpError:
     return UnsupportedOpError(
         "An operation mutates a window and takes another window over the same bytes.",
         which=func._schema.name,
@@ -211,9 +208,7 @@ def _overlap_error(
     )
 
 
-def _check_same_shape(
-    func: torch._ops.OpOverload, name: str, out: AliasTensor, scratch: torch.Tensor
-) -> None:
+def _check_same_shape(func: OpOverload, name: str, out: AliasTensor, scratch: torch.Tensor) -> None:
     if out.shape != scratch.shape:
         raise MetadataMutationError(
             "An out= window has another shape than the result, and cannot be resized.",
@@ -225,7 +220,7 @@ def _check_same_shape(
 
 
 def _check_no_gradient(
-    func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Refuse to write a value that requires gradients into a window."""
     targets = [argument.get(args, kwargs) for argument in info.mutated]

@@ -111,7 +111,7 @@ def _inductor(
 ) -> Compiler:
     patches = dict(options)
     if mode not in (None, "default"):
-        patches = {**torch._inductor.list_mode_options(mode), **patches}
+        patches = {**_compat.list_mode_options(mode), **patches}
 
     def inner_compile(
         module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aliasstorage._compat import is_composite, run_eagerly
+from aliasstorage._compat import OpOverload, is_composite, run_eagerly
 from aliasstorage.errors import MetadataMutationError, UnsupportedOpError
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ class OpInfo:
 _infos: dict[Any, OpInfo] = {}
 
 
-def op_info(func: torch._ops.OpOverload) -> OpInfo:
+def op_info(func: OpOverload) -> OpInfo:
     """Return the `OpInfo` of an operator overload."""
     info = _infos.get(func)
     if info is None:
@@ -59,7 +59,7 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
     return info
 
 
-def _read_schema(func: torch._ops.OpOverload) -> OpInfo:
+def _read_schema(func: OpOverload) -> OpInfo:
     written: dict[str, Argument] = {}
     read: dict[str, Argument] = {}
     outs: list[Argument] = []
@@ -95,7 +95,7 @@ def _read_schema(func: torch._ops.OpOverload) -> OpInfo:
     )
 
 
-def _refusal(func: torch._ops.OpOverload) -> Callable[[], Exception] | None:
+def _refusal(func: OpOverload) -> Callable[[], Exception] | None:
     name = func._schema.name
     if func in (aten._conj.default, aten._neg_view.default):
         instead = "conj_physical" if func is aten._conj.default else "neg"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from aliasstorage._compat import OpOverload
 from aliasstorage.bufferize.custom_ops import MutatingCall, mutating_call
 from aliasstorage.bufferize.plan import Plan, Read, Write, plan
 from aliasstorage.bufferize.recognize import (
@@ -73,7 +74,7 @@ class Analysis:
         preferred_roots: Sequence[Window],
     ) -> None:
         self.accesses, self.order = accesses, order
-        self.in_place: dict[torch.fx.Node, torch._ops.OpOverload] = {}
+        self.in_place: dict[torch.fx.Node, OpOverload] = {}
         self.calls: dict[torch.fx.Node, MutatingCall] = {}
         self.called: dict[torch.fx.Node, torch.fx.Node] = {}
         self.left_in_memory: list[ReadNode] = []
@@ -216,9 +217,9 @@ def scatter_chain(write: WriteNode) -> set[torch.fx.Node]:
     return chain
 
 
-def in_place_overload(value: torch.fx.Node) -> torch._ops.OpOverload | None:
+def in_place_overload(value: torch.fx.Node) -> OpOverload | None:
     """Return the in-place form of an operation that writes part of its first argument."""
-    if value.op != "call_function" or not isinstance(value.target, torch._ops.OpOverload):
+    if value.op != "call_function" or not isinstance(value.target, OpOverload):
         return None
     namespace, name = value.target._schema.name.split("::")
     if namespace != "aten" or name not in PARTIAL_WRITES:

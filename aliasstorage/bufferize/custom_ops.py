@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from aliasstorage._compat import OpOverload
+
 
 @dataclass
 class MutatingCall:
@@ -74,7 +76,7 @@ def mutating_call(
     if node.target is not torch.ops.higher_order.auto_functionalized_v2:
         return None
     overload = node.args[0]
-    if not isinstance(overload, torch._ops.OpOverload) or len(node.args) != 1:
+    if not isinstance(overload, OpOverload) or len(node.args) != 1:
         return None
     bases = node.kwargs["_all_bases"]
     if len(set(bases)) != len(bases):
