@@ -51,7 +51,9 @@ class MergedStorage:
         return first._buffer if type(first) is AliasTensor else pinned_byte_buffer(first)
 
 
-def find_storages(graph: torch.fx.Graph, static: bool) -> list[MergedStorage]:
+def find_storages(
+    graph: torch.fx.Graph, example_inputs: Sequence[Any], static: bool
+) -> list[MergedStorage]:
     """Return the storages of a Dynamo graph that must become one input each.
 
     A storage is merged when a window of it is an input, or when two plain inputs share it.
@@ -60,6 +62,8 @@ def find_storages(graph: torch.fx.Graph, static: bool) -> list[MergedStorage]:
 
     Args:
         graph: The Dynamo graph.
+        example_inputs: Its example inputs. A fake storage may be shorter than the real one,
+            whose length is therefore taken where it is not symbolic.
         static: Whether to specialize symbolic sizes of windows, see
             Note [Windows are specialized].
     """
@@ -83,6 +87,8 @@ def find_storages(graph: torch.fx.Graph, static: bool) -> list[MergedStorage]:
             _check_no_lazy_bits(member, value)
         first = values[0]
         nbytes = wrapped[0]._buffer.shape[0] if wrapped else first.untyped_storage().nbytes()
+        if not wrapped and (static or isinstance(nbytes, int)):
+            nbytes = example_inputs[members[0].index].untyped_storage().nbytes()
         if static:
             nbytes = specialized(nbytes)
             for member in members:

@@ -10,7 +10,7 @@ pattern makes Dynamo compile again, a known one finds its own graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from aliasstorage._compat import (
     source_scope,
     storage_address,
 )
+from aliasstorage.tensor import AliasTensor
 
 # For each tensor input: which storage it is in, counted in order of appearance, and its storage
 # offset when it shares that storage (a storage with one view may start anywhere). In elements,
@@ -62,7 +63,14 @@ def install_alias_guard(sources: Sequence[Any], tensors: Sequence[torch.Tensor])
     expected = alias_pattern(tensors)
     if guards is None or len(tensors) < 2:
         return expected
-    code = compile(pattern_check_source([source_name(s) for s in sources], expected), "", "exec")
+    # A merged graph has the whole storage as an input, so its length is part of the pattern.
+    lengths = {
+        index: tensor.untyped_storage().nbytes()
+        for index, (tensor, (_, offset)) in enumerate(zip(tensors, expected, strict=True))
+        if offset >= 0 and not isinstance(tensor, AliasTensor)
+    }
+    names = [source_name(source) for source in sources]
+    code = compile(pattern_check_source(names, expected, lengths), "", "exec")
 
     def create(builder: Any, guard: Guard) -> None:
         scope = source_scope(builder)
@@ -74,20 +82,28 @@ def install_alias_guard(sources: Sequence[Any], tensors: Sequence[torch.Tensor])
     return expected
 
 
-def pattern_check_source(names: Sequence[str], expected: AliasPattern) -> str:
+def pattern_check_source(
+    names: Sequence[str], expected: AliasPattern, lengths: Mapping[int, int]
+) -> str:
     """Return the code of a function that tells whether a frame's inputs have a pattern.
+
+    Args:
+        names: Each input as an expression.
+        expected: The pattern.
+        lengths: For some inputs, the length of their storage in bytes.
 
     The function runs before the guards on the types of the inputs, so an expression may fail
     on inputs that another compiled graph is for; those are not this graph's.
 
-    >>> print(pattern_check_source(["L['a']", "L['b']"], ((0, 0), (0, 2))))
+    >>> print(pattern_check_source(["L['a']", "L['b']"], ((0, 0), (0, 2)), {0: 8}))
     def check(L):
         try:
             t0 = L['a']
             t1 = L['b']
             keys = (address(t0), address(t1))
             return (len({*keys}) == 1 and keys[1] == keys[0] and t0.storage_offset() == 0
-                and t1.storage_offset() == 2)
+                and t1.storage_offset() == 2
+                and t0.untyped_storage().nbytes() == 8)
         except failures:
             return False
     """
@@ -101,6 +117,11 @@ def pattern_check_source(names: Sequence[str], expected: AliasPattern) -> str:
     for index, (_, offset) in enumerate(expected):
         if offset >= 0:
             conditions.append(f"t{index}.storage_offset() == {offset}")
+    checked: set[int] = set()
+    for index, nbytes in lengths.items():
+        if expected[index][0] not in checked:
+            checked.add(expected[index][0])
+            conditions.append(f"t{index}.untyped_storage().nbytes() == {nbytes}")
     lines = ["def check(L):", "    try:"]
     lines += [f"        t{index} = {name}" for index, name in enumerate(names)]
     keys = ", ".join(f"address(t{index})" for index in range(len(names)))

@@ -44,7 +44,7 @@ def compile_graph(
     """Merge the inputs of each storage, and compile the result with the inner backend."""
     inner = options.get("inner", "inductor")
     in_place = options.get("bufferize", True) and inner in ("inductor", *_AOT_EAGER)
-    storages = find_storages(module.graph, static=in_place)
+    storages = find_storages(module.graph, example_inputs, static=in_place)
     roots = [
         window
         for storage in storages

@@ -779,3 +779,18 @@ def test_backward_that_mutates_a_saved_window():
         outcomes.append((buffer, x.grad))
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+@pytest.mark.parametrize("bufferize", [True, False])
+def test_plain_views_of_a_longer_storage_later(bufferize):
+    """The length of a storage is part of the alias pattern."""
+    compiled = torch.compile(
+        read_after_write, backend=aliasstorage.backend(inner="aot_eager", bufferize=bufferize)
+    )
+    with torch.inference_mode():
+        for nbytes in (256, 512, 256, 128 + 128):
+            want_buffer, buffer = (torch.arange(nbytes).to(torch.uint8) for _ in range(2))
+            want = read_after_write(A.regenerate(want_buffer), OVER_A.regenerate(want_buffer))
+            got = compiled(A.regenerate(buffer), OVER_A.regenerate(buffer))
+            assert torch.equal(want_buffer, buffer)
+            assert same(want[0], got[0])
