@@ -6,8 +6,7 @@ Beside each name stands what it is for; all of them exist in torch 2.13.0 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar
@@ -183,13 +182,6 @@ def source_name(source: Any) -> str:
     """Return a source as a Python expression over L (locals) and G (globals)."""
     name = source.name
     return name() if callable(name) else name
-
-
-@contextmanager
-def no_inference_mode() -> Iterator[None]:
-    """Create ordinary tensors even when the caller is in inference mode."""
-    with torch.inference_mode(False):
-        yield
 
 
 def fake_tensors_sharing_storage(fake: FakeTensor) -> list[torch.Tensor]:

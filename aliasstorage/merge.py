@@ -18,7 +18,6 @@ from aliasstorage._compat import AttrSource, TensorProperty, TensorPropertySourc
 from aliasstorage.bufferize.run import picker
 from aliasstorage.grouping import Extent, Member, MergedStorage, value_storage
 from aliasstorage.tensor import AliasTensor
-from aliasstorage.tracing import is_traced
 from aliasstorage.window import regenerate
 
 
@@ -119,9 +118,7 @@ def make_window(
     byte_offset: int,
 ) -> AliasTensor:
     """Return a window, as a node of a merged graph."""
-    if is_traced(buffer):
-        return AliasTensor._from_traced(buffer, dtype, size, stride, byte_offset)
-    return AliasTensor._from_plain(buffer, regenerate(buffer, dtype, size, stride, byte_offset))
+    return AliasTensor._of_buffer(buffer, dtype, size, stride, byte_offset)
 
 
 def merge(

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from aliasstorage._compat import no_inference_mode, run_eagerly, storage_address, storage_key
+from aliasstorage._compat import run_eagerly, storage_address, storage_key
 
 _buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -86,7 +86,7 @@ def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     nbytes, itemsize = storage.nbytes(), tensor.dtype.itemsize
     # Inference tensors could not be mutated outside inference mode, and have no version counter.
-    with no_inference_mode(), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         if tensor.is_inference() or nbytes % itemsize:
             empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             return empty.set_(storage, 0, (nbytes,), (1,))

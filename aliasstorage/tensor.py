@@ -119,6 +119,20 @@ class AliasTensor(torch.Tensor):
         self._buffer, self._plain, self._window = buffer, None, None
         return self
 
+    @classmethod
+    def _of_buffer(
+        cls,
+        buffer: torch.Tensor,
+        dtype: torch.dtype,
+        size: Sequence[int],
+        stride: Sequence[int],
+        byte_offset: int,
+    ) -> AliasTensor:
+        """Return the window of a buffer, traced or real, without checks."""
+        if tracing.is_traced(buffer):
+            return cls._from_traced(buffer, dtype, size, stride, byte_offset)
+        return cls._from_plain(buffer, regenerate(buffer, dtype, size, stride, byte_offset))
+
     # --- what a window is ---
 
     @property
@@ -168,12 +182,8 @@ class AliasTensor(torch.Tensor):
     ) -> AliasTensor:
         """Rebuild a window from its buffer."""
         dtype, offset = context
-        buffer = inner["_buffer"]
-        if tracing.is_traced(buffer):
-            buffer = tracing.canonical_buffer(buffer)
-            return AliasTensor._from_traced(buffer, dtype, outer_size, outer_stride, offset)
-        plain = regenerate(buffer, dtype, outer_size, outer_stride, offset)
-        return AliasTensor._from_plain(buffer, plain)
+        buffer = tracing.canonical_buffer(inner["_buffer"])
+        return AliasTensor._of_buffer(buffer, dtype, outer_size, outer_stride, offset)
 
     def _stable_hash_for_caching(self) -> str:
         """Return the key of this input in AOTAutograd's cache.
@@ -245,12 +255,10 @@ class AliasTensor(torch.Tensor):
         return _NO_BASE
 
     def _view_func(self, new_base: torch.Tensor) -> AliasTensor:
-        window = (self.dtype, self.shape, self.stride(), self._byte_offset)
         assert isinstance(new_base, AliasTensor)  # noqa: S101  (torch passes our input back)
-        buffer = new_base._buffer
-        if tracing.is_traced(buffer):
-            return AliasTensor._from_traced(buffer, *window)
-        return AliasTensor._from_plain(buffer, regenerate(buffer, *window))
+        return AliasTensor._of_buffer(
+            new_base._buffer, self.dtype, self.shape, self.stride(), self._byte_offset
+        )
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the bytes.

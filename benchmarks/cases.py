@@ -116,8 +116,8 @@ def layout_case(
     return Case(name, f"{nbytes / MIB:.0f} MiB", variants, tolerance)
 
 
-def token_write(nbytes: int, by_hand: bool = False) -> Case:
-    """Write a few tokens to two caches of different dtypes in one buffer."""
+def two_dtypes(nbytes: int) -> tuple[list[Window], tuple[torch.Tensor, ...]]:
+    """Return a float16 and a float32 cache in one buffer, and slots and values for each."""
     half = nbytes // 2
     windows = [
         Window(torch.float16, (half // 128, 64)),
@@ -125,13 +125,19 @@ def token_write(nbytes: int, by_hand: bool = False) -> Case:
     ]
     slots = torch.arange(32) * 7
     x, y = torch.randn(32, 64).half(), torch.randn(32, 64)
+    return windows, (slots, x, y)
+
+
+def token_write(nbytes: int, by_hand: bool = False) -> Case:
+    """Write a few tokens to two caches of different dtypes in one buffer."""
+    windows, extra = two_dtypes(nbytes)
 
     def step(a: Any, b: Any, slots: Any, x: Any, y: Any) -> Any:
         a[slots] = x
         b[slots] = y + b[slots] * 0.5
         return a[slots].float().sum() + b[slots].sum()
 
-    return layout_case("token write", nbytes, windows, step, (slots, x, y), by_hand, 1e-3)
+    return layout_case("token write", nbytes, windows, step, extra, by_hand, 1e-3)
 
 
 @torch.library.custom_op("aliasstorage_benchmarks::reshape_and_cache", mutates_args=("k", "v"))
@@ -144,19 +150,13 @@ def reshape_and_cache(
 
 def custom_op(nbytes: int) -> Case:
     """A custom operation that mutates two windows, as engines' cache kernels do."""
-    half = nbytes // 2
-    windows = [
-        Window(torch.float16, (half // 128, 64)),
-        Window(torch.float32, (half // 256, 64), byte_offset=half),
-    ]
-    slots = torch.arange(32) * 7
-    x, y = torch.randn(32, 64).half(), torch.randn(32, 64)
+    windows, extra = two_dtypes(nbytes)
 
     def step(k: Any, v: Any, slots: Any, x: Any, y: Any) -> Any:
         reshape_and_cache(x + 1, y * 2, k, v, slots)
         return k[slots].float().sum() + v[slots].sum()
 
-    return layout_case("custom op", nbytes, windows, step, (slots, x, y), tolerance=1e-3)
+    return layout_case("custom op", nbytes, windows, step, extra, tolerance=1e-3)
 
 
 def fp8_over_uint8(nbytes: int) -> Case:
@@ -227,9 +227,6 @@ def hybrid(nbytes: int) -> Case:
     layout = geometry.windows(pages)
     model = make_step(geometry, pages)
     x, positions = torch.randn(4, geometry.hidden), torch.tensor([0, 17, 80, 100])
-
-    def step(conv: Any, ssm: Any, kv: Any, x: Any, positions: Any) -> Any:
-        return model([(conv, ssm)] * 3 + [kv], x, positions)
 
     def variants() -> Iterator[Variant]:
         def of_buffer(label: str, compile_: Callable[..., Any], wrap: bool) -> Variant:

@@ -138,7 +138,7 @@ def test_backend_inductor_carriers(name, carrier):
 def test_stock_inductor(name):
     """Stock torch.compile with Inductor on wrapped inputs."""
     if name == "bool_window":
-        pytest.skip("CPU Inductor cannot compile bytes viewed as bools; see docs/limits.md")
+        pytest.skip("CPU Inductor cannot compile bytes viewed as bools; see docs/promises.md")
     with torch.no_grad():
         check(
             BY_NAME[name],

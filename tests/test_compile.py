@@ -581,7 +581,7 @@ def test_pairs_that_stock_gets_silently_wrong_or_refuses():
         wrong = torch.compile(f, backend="aot_eager")(
             wide.regenerate(stock), narrow.regenerate(stock)
         )
-        assert not torch.equal(want, wrong)  # when torch is fixed, say so in docs/limits.md
+        assert not torch.equal(want, wrong)  # when torch is fixed, say so in docs/promises.md
 
 
 @pytest.mark.parametrize("carrier", ["wrapped", "plain"])
