@@ -38,6 +38,8 @@ _ON_FIRST_USE = {
     "AttrSource": "torch._dynamo.source",
     "TensorProperty": "torch._dynamo.source",
     "TensorPropertySource": "torch._dynamo.source",
+    # What torch.compiler.disable wrapped.
+    "innermost_fn": "torch._dynamo.eval_frame",
     # Backends by name, AOTAutograd's entry point, and aot_eager's compiler.
     "aot_autograd": "torch._dynamo.backends.common",
     "boxed_nop": "torch._dynamo.backends.debugging",
@@ -161,9 +163,8 @@ def current_guards() -> Any:
     return None if context is None else context.guards_context.dynamo_guards
 
 
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return an identity of a real tensor's storage, in one call into C++."""
-    return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+# An identity of a real tensor's storage, in one call into C++.
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
 def source_scope(builder: Any) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def source_scope(builder: Any) -> dict[str, Any]:
         **builder.scope["__builtins__"],
         **names,
         "G": builder.scope["G"],
-        "address": torch._C._storage_address,  # type: ignore[attr-defined]
+        "address": storage_address,
         "failures": (AttributeError, KeyError, IndexError, NameError, RuntimeError, TypeError),
     }
 

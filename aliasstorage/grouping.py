@@ -17,7 +17,6 @@ from aliasstorage._compat import (
     storage_key,
 )
 from aliasstorage.errors import RequiresGradError, UnsupportedTensorError
-from aliasstorage.registry import pinned_byte_buffer
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.window import Window
 
@@ -44,11 +43,6 @@ class MergedStorage:
     members: list[Member]
     buffer_value: torch.Tensor  # fake
     buffer_node: torch.fx.Node | None = None
-
-    def buffer(self, args: Sequence[Any]) -> torch.Tensor:
-        """Return the real byte buffer, from the first member among a call's arguments."""
-        first = args[self.members[0].index]
-        return first._buffer if type(first) is AliasTensor else pinned_byte_buffer(first)
 
 
 def find_storages(

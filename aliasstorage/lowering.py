@@ -19,9 +19,10 @@ from aliasstorage import _compat
 from aliasstorage.bufferize import ops
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
+from aliasstorage.calling import bind
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.grouping import find_storages, static_window
-from aliasstorage.guards import AliasPattern, install_alias_guard
+from aliasstorage.guards import AliasGuard
 from aliasstorage.merge import make_window, merge
 from aliasstorage.tracing import clones_are_kept
 from aliasstorage.window import Window, regenerate
@@ -52,30 +53,37 @@ def compile_graph(
         if (window := static_window(member)) is not None
     ]
     compiler = _inner_compiler(inner, options, mode, roots)
-    pattern = _guard_alias_pattern(module, example_inputs)
+    guard = _alias_guard(module, example_inputs)
     # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern
     # in the key, an entry made for other aliases is never found.
-    tag = f"{torch.compiler.config.cache_key_tag} aliasstorage {pattern}"
+    tag = f"{torch.compiler.config.cache_key_tag} aliasstorage {guard.pattern}"
     with torch.compiler.config.patch(cache_key_tag=tag):
+        original = _unchanged_copy(module)
         if not storages:
-            return compiler(module, example_inputs)
+            return bind(compiler(module, example_inputs), original, guard, None)
         traces_windows = inner in ("eager", "inductor", *_AOT_EAGER)
         make = make_window if traces_windows else regenerate
         merged = merge(module, example_inputs, storages, make)
-        return merged.bind(compiler(merged.module, merged.example_inputs))
+        compiled = compiler(merged.module, merged.example_inputs)
+        return bind(compiled, original, guard, merged)
 
 
-def _guard_alias_pattern(
-    module: torch.fx.GraphModule, example_inputs: Sequence[Any]
-) -> AliasPattern:
+def _alias_guard(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> AliasGuard:
+    tensors, sources = {}, {}
     placeholders = module.graph.find_nodes(op="placeholder")
-    tensors = [
-        (node._dynamo_source, value)
-        for node, value in zip(placeholders, example_inputs, strict=True)
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided
-    ]
-    sources, values = [source for source, _ in tensors], [value for _, value in tensors]
-    return install_alias_guard(sources, values)
+    for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            tensors[index], sources[index] = value, node._dynamo_source
+    return AliasGuard(tensors, sources)
+
+
+def _unchanged_copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Return a copy of a graph that no pass of a compiler reaches."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.meta = {}  # example values, which would be kept alive
+    return torch.fx.GraphModule(module, graph)
 
 
 def _inner_compiler(

@@ -15,7 +15,6 @@ import torch
 import torch.fx
 
 from aliasstorage._compat import AttrSource, TensorProperty, TensorPropertySource
-from aliasstorage.bufferize.run import picker
 from aliasstorage.grouping import Extent, Member, MergedStorage, value_storage
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.window import regenerate
@@ -82,32 +81,6 @@ class MergedGraph:
     extents: list[Callable[[Sequence[Any]], int]] = field(default_factory=list)
     example_inputs: list[Any] = field(default_factory=list)
     outputs: list[AliasedOutput | FromGraph | FromInput] = field(default_factory=list)
-
-    def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """Return a function of the original inputs that calls the compiled new graph."""
-        buffer_of = [storage.buffer for storage in self.storages]
-        pick, extents, outputs = picker(self.passed), self.extents, self.outputs
-        unchanged = all(output == FromGraph(position) for position, output in enumerate(outputs))
-
-        def call(*args: Any) -> Sequence[Any]:
-            buffers = [buffer(args) for buffer in buffer_of]
-            more = [extent(args) for extent in extents] if extents else ()
-            values = compiled(*buffers, *pick(args), *more)
-            return values if unchanged else results(args, buffers, values)
-
-        def results(
-            args: Sequence[Any], buffers: Sequence[torch.Tensor], values: Sequence[Any]
-        ) -> tuple[Any, ...]:
-            return tuple(
-                values[output.position]
-                if type(output) is FromGraph
-                else args[output.index]
-                if type(output) is FromInput
-                else output.rebuild(buffers[output.storage], values)
-                for output in outputs
-            )
-
-        return call
 
 
 def make_window(

@@ -15,9 +15,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from aliasstorage._compat import run_eagerly, storage_address, storage_key
+from aliasstorage._compat import run_eagerly, storage_address
 
-_buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+# By storage, the buffers that somebody holds. The functions that call compiled graphs look here
+# at each call; a buffer of a storage that was resized meanwhile has the old length.
+live_buffers: dict[int, weakref.ref[torch.Tensor]] = {}
 _lock = threading.Lock()
 
 
@@ -27,42 +29,63 @@ def byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
     The same object is returned for every tensor over the storage, as long as somebody holds
     it. A storage that was resized gets a new buffer.
     """
-    key = storage_key(tensor)
-    buffer = _buffers.get(key)
-    if buffer is not None and buffer.numel() == tensor.untyped_storage().nbytes():
+    buffer = _find(tensor)
+    if buffer is not None:
         return buffer
     with _lock:
-        buffer = _buffers.get(key)
-        if buffer is None or buffer.numel() != tensor.untyped_storage().nbytes():
+        buffer = _find(tensor)
+        if buffer is None:
             buffer = _view_as_bytes(tensor)
-            _buffers[key] = buffer
+            key = storage_address(tensor)
+            live_buffers[key] = weakref.ref(buffer, lambda dead: _forget(key, dead))
     return buffer
+
+
+def _find(tensor: torch.Tensor) -> torch.Tensor | None:
+    found = live_buffers.get(storage_address(tensor))
+    buffer = None if found is None else found()
+    if buffer is None or buffer.numel() != tensor.untyped_storage().nbytes():
+        return None
+    return buffer
+
+
+def _forget(key: int, dead: weakref.ref[torch.Tensor]) -> None:
+    if live_buffers.get(key) is dead:  # and not the buffer of a later storage, or a longer one
+        del live_buffers[key]
 
 
 Value = TypeVar("Value")
 
 
 class PerTensor(Generic[Value]):
-    """A value for each tensor object, dropped when the object dies.
+    """A value for each tensor object, dropped when the object dies, before its id is reused.
 
     A weak-key dictionary would compare keys, and comparing tensors makes tensors.
+
+    Attributes:
+        by_id: The values, by the id of their tensor.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
+        self.by_id: dict[int, Value] = {}
+        self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def get(self, tensor: torch.Tensor) -> Value | None:
         """Return the tensor's value, or None."""
-        entry = self._entries.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+        return self.by_id.get(id(tensor))
 
     def set(self, tensor: torch.Tensor, value: Value) -> None:
         """Give the tensor a value. It must not refer to the tensor itself."""
-        key, entries = id(tensor), self._entries
-        entries[key] = (weakref.ref(tensor, lambda _: entries.pop(key, None)), value)
+        key, by_id, alive = id(tensor), self.by_id, self._alive
+
+        def forget(dead: weakref.ref[torch.Tensor]) -> None:
+            if alive.pop(key, None) is not None:
+                del by_id[key]
+
+        by_id[key], alive[key] = value, weakref.ref(tensor, forget)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.by_id)
 
 
 _pinned: PerTensor[torch.Tensor] = PerTensor()
@@ -76,7 +99,11 @@ def pinned_byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
     storage anyway.
     """
     buffer = _pinned.get(tensor)
-    if buffer is None or storage_address(buffer) != storage_address(tensor):
+    if (
+        buffer is None
+        or storage_address(buffer) != storage_address(tensor)
+        or buffer.numel() != tensor.untyped_storage().nbytes()
+    ):
         buffer = byte_buffer(tensor)
         _pinned.set(tensor, buffer)
     return buffer

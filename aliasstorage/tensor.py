@@ -71,7 +71,7 @@ class AliasTensor(torch.Tensor):
     _buffer: torch.Tensor
     _plain: torch.Tensor | None
     _window: Window | None
-    _context: tuple[torch.dtype, int] | None = None
+    _flat: tuple[list[str], tuple[torch.dtype, int]] | None = None
     _tracing_storage: torch.UntypedStorage | None = None
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -169,9 +169,10 @@ class AliasTensor(torch.Tensor):
         """Return the inner tensor's name and the static context."""
         # Size and stride are not in the context: torch hands them to unflatten, symbolic ones
         # resolved, whereas a SymInt in the context would leak into run time.
-        if self._context is None:
-            self._context = (self.dtype, self._byte_offset)
-        return ["_buffer"], self._context
+        # Kept, since Dynamo's guards ask for it at each call.
+        if self._flat is None:
+            self._flat = (["_buffer"], (self.dtype, self._byte_offset))
+        return self._flat
 
     @staticmethod
     def __tensor_unflatten__(

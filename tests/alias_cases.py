@@ -216,6 +216,13 @@ def clone_then_mutate(a):
     return x, a.contiguous(), a.to(a.dtype)
 
 
+@case("TA")
+def copies_in_another_layout(t, a):
+    x, y, z = t.contiguous(), t.clone(memory_format=torch.contiguous_format), t.reshape(-1)
+    a.add_(1)
+    return x.view(torch.uint8), y.view(-1), z.view(torch.uint8), t.flatten().view(torch.uint8)
+
+
 @case("FP")
 def statistics(mean, other):
     x = torch.ones(2, 4)

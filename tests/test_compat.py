@@ -42,6 +42,7 @@ def test_no_import_goes_backwards():
         "grouping",
         "merge",
         "guards",
+        "calling",
         "lowering",
         "backend",
         "explain",

@@ -382,6 +382,47 @@ def test_alias_pattern_changes_between_calls(order, carrier):
         assert len(compiles) <= len(seen), (name, number)
 
 
+@pytest.mark.parametrize("carrier", ["plain", "wrapped"])
+def test_alias_pattern_is_checked_where_an_engine_drops_all_guards(carrier):
+    """Engines that drop Dynamo's guards still get right results for plain aliases."""
+    compiled = torch.compile(
+        read_after_write,
+        backend=aliasstorage.backend(inner="aot_eager"),
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+    )
+    # Of windows, Dynamo's guards are the ones that say which share a buffer.
+    names = ORDERS[2] + ORDERS[1] if carrier == "plain" else ["distinct", "distinct"]
+    for number, name in enumerate(names):
+        x, y, p, q = fresh(number), fresh(9), fresh(number), fresh(9)
+        want = read_after_write(*patterns()[name](x, y))
+        args = patterns()[name](p, q)
+        got = compiled(*(aliasstorage.wrap(args) if carrier == "wrapped" else args))
+        assert torch.equal(x, p), (name, number)
+        assert torch.equal(y, q), (name, number)
+        assert same(want[0], got[0]), (name, number)
+
+
+def test_a_second_alias_pattern_runs_eagerly_once_and_is_then_compiled():
+    compiles = CompileCounter()
+    compiled = torch.compile(read_after_write, backend=compiles)
+    made = []
+    for name in ("distinct", "shared", "shared", "distinct", "shared", "distinct"):
+        compiled(*patterns()[name](fresh(), fresh(1)))
+        made.append(compiles.count)
+    assert made == [1, 1, 2, 2, 2, 2]
+
+
+class CompileCounter:
+    """The backend, and how often it was asked."""
+
+    def __init__(self):
+        self.count, self.inner = 0, aliasstorage.backend(inner="aot_eager")
+
+    def __call__(self, module, inputs, **kwargs):
+        self.count += 1
+        return self.inner(module, inputs, **kwargs)
+
+
 def test_alias_pattern_changes_on_the_stock_path():
     compiled = torch.compile(read_after_write, backend="aot_eager")
     for number, name in enumerate(ORDERS[1] + ORDERS[2]):

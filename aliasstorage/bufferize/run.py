@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +64,10 @@ def keep_clones(graph: torch.fx.Graph) -> None:
                     pending.append(user)
         for version in versions:
             for user in list(uses(version)):
-                if user.target is torch.ops.aten.clone.default:
+                # A clone that lays the elements out anew is no no-op to anyone.
+                if user.target is torch.ops.aten.clone.default and (
+                    user.meta["val"].stride() == user.args[0].meta["val"].stride()
+                ):
                     user.target, user.kwargs = ops.materialize, {}
 
 
@@ -120,49 +122,60 @@ def compile_bufferized(
     inputs = [example_inputs[i] for i in kept] + [item.node.meta["val"] for item in typed]
     static = [number for number, i in enumerate(kept) if i in static_inputs]
     static += [len(kept) + number for number, (i, _) in enumerate(sources) if i in static_inputs]
-    return BufferizedCall(compiler(module, inputs, static), kept, sources)
+    return with_typed_views(compiler(module, inputs, static), len(placeholders), kept, sources)
 
 
-def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that picks items, as fast as Python can."""
-    if not indices:
-        return lambda items: ()
-    if len(indices) == 1:
-        (index,) = indices
-        return lambda items: (items[index],)
-    return operator.itemgetter(*indices)
-
-
-class BufferizedCall:
-    """Calls a compiled graph with typed views of the buffers among its arguments.
+def with_typed_views(
+    compiled: Callable[[list[Any]], Any],
+    count: int,
+    kept: Sequence[int],
+    sources: Sequence[tuple[int, Window]],
+) -> Callable[[list[Any]], Any]:
+    """Return a function that calls a compiled graph with typed views of its buffers.
 
     The views are made once for each buffer object and die with it.
+
+    Args:
+        compiled: Takes a list: the kept arguments, then the typed views.
+        count: Number of arguments of the function, which takes them as a list and empties it.
+        kept: Positions of the arguments that are passed on.
+        sources: For each typed view, the position of its buffer, and its window.
     """
+    windows: dict[int, list[Window]] = {}
+    for index, window in sources:
+        windows.setdefault(index, []).append(window)
+    scope: dict[str, Any] = {"compiled": compiled}
+    names = [f"t{index}" for index in range(count)]
+    lines = ["def call(args):", f"    {', '.join(names)}, = args", "    args.clear()"]
+    inputs = [names[index] for index in kept]
+    for index, roots in windows.items():
+        scope[f"find{index}"], scope[f"make{index}"] = _views_of_buffers(roots)
+        lines += [
+            f"    views{index} = find{index}(id(t{index}))",
+            f"    if views{index} is None:",
+            f"        views{index} = make{index}(t{index})",
+        ]
+        inputs.append(f"*views{index}")
+    lines.append(f"    return compiled([{', '.join(inputs)}])")
+    # Generated, since its time is paid at each step of an engine.
+    exec(compile("\n".join(lines), "<aliasstorage>", "exec"), scope)  # noqa: S102
+    call: Callable[[list[Any]], Any] = scope["call"]
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
-    _boxed_call = True
 
-    def __init__(
-        self,
-        compiled: Callable[[list[Any]], Any],
-        kept: list[int],
-        sources: list[tuple[int, Window]],
-    ) -> None:
-        self._compiled, self._pick = compiled, picker(kept)
-        windows: dict[int, list[Window]] = {}
-        for index, window in sources:
-            windows.setdefault(index, []).append(window)
-        self._buffers: list[tuple[int, list[Window], PerTensor[list[torch.Tensor]]]]
-        self._buffers = [(index, roots, PerTensor()) for index, roots in windows.items()]
+def _views_of_buffers(
+    roots: Sequence[Window],
+) -> tuple[
+    Callable[[int], Sequence[torch.Tensor] | None],
+    Callable[[torch.Tensor], Sequence[torch.Tensor]],
+]:
+    """Return how to find the typed views of a buffer by its id, and how to make them."""
+    made: PerTensor[Sequence[torch.Tensor]] = PerTensor()
 
-    def __call__(self, args: list[Any]) -> Any:
-        """Call with a list of arguments, which is emptied."""
-        inputs = list(self._pick(args))
-        for index, windows, cache in self._buffers:
-            buffer = args[index]
-            views = cache.get(buffer)
-            if views is None:
-                views = [window.regenerate(buffer) for window in windows]
-                cache.set(buffer, views)
-            inputs += views
-        args.clear()
-        return self._compiled(inputs)
+    def make(buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        views = tuple(root.regenerate(buffer) for root in roots)
+        made.set(buffer, views)
+        return views
+
+    return made.by_id.get, make

@@ -1,0 +1,135 @@
+"""What a compiled graph does at each call: check the alias pattern, find the buffers, call.
+
+The function for a graph is generated, since its time is paid at each step of an engine: one
+test that the inputs alias as they did when the graph was compiled, and one lookup for each
+storage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from aliasstorage._compat import innermost_fn, storage_address
+from aliasstorage.guards import AliasGuard
+from aliasstorage.merge import AliasedOutput, FromGraph, FromInput, MergedGraph
+from aliasstorage.registry import live_buffers, pinned_byte_buffer
+
+log = logging.getLogger("aliasstorage")
+
+Compiled = Callable[..., Sequence[Any]]
+
+
+def bind(
+    compiled: Compiled, module: torch.fx.GraphModule, guard: AliasGuard, merged: MergedGraph | None
+) -> Compiled:
+    """Return a function of a Dynamo graph's inputs that calls the compiled graph.
+
+    Args:
+        compiled: What the inner backend made of the merged graph, or of the graph itself.
+        module: The graph that Dynamo handed over, unchanged, for calls whose inputs alias in
+            another way.
+        guard: The alias pattern that was compiled for.
+        merged: The merged graph, None when nothing was merged.
+    """
+    if merged is None and not guard.groups:
+        return compiled
+    # Dynamo never compiles the frames of the function returned here, and so none of what it
+    # calls: the compiled graph's own wrapper to the same end is left out.
+    call = innermost_fn(compiled)
+    finish = None if merged is None else _finish(merged)
+
+    def otherwise(*args: Any) -> Sequence[Any]:
+        # See Note [The alias pattern is checked in two places].
+        log.info("inputs alias in a new way; this call runs eagerly, the next one compiles")
+        guard.refuse_other_patterns()
+        return module(*args)
+
+    def find(tensor: torch.Tensor, nbytes: int | None) -> torch.Tensor | None:
+        buffer = pinned_byte_buffer(tensor)
+        return buffer if nbytes is None or buffer.numel() == nbytes else None
+
+    scope = {
+        "address": storage_address,
+        "buffers": live_buffers,
+        "find": find,
+        "compiled": call,
+        "finish": finish,
+        "otherwise": otherwise,
+        "extents": [] if merged is None else merged.extents,
+    }
+    count = len(module.graph.find_nodes(op="placeholder"))
+    exec(compile(call_source(count, guard, merged), "<aliasstorage>", "exec"), scope)  # noqa: S102
+    return scope["call"]  # type: ignore[return-value]
+
+
+def call_source(count: int, guard: AliasGuard, merged: MergedGraph | None) -> str:
+    """Return the code of the function for a graph of ``count`` inputs.
+
+    It uses ``address``, ``buffers`` and ``find`` of a storage's buffer, ``extents``,
+    ``compiled``, ``finish`` for outputs that alias a buffer, and ``otherwise`` for inputs of
+    another alias pattern.
+    """
+    names = [f"t{index}" for index in range(count)]
+    everything = ", ".join(names)
+    lines = [f"def call({everything}):"]
+    condition = guard.condition({index: names[index] for index in guard.tensors})
+    if condition:
+        lines += [f"    if not ({condition}):", f"        return otherwise({everything})"]
+    if merged is None:
+        lines.append(f"    return compiled({everything})")
+        return "\n".join(lines)
+    buffers = []
+    for number, storage in enumerate(merged.storages):
+        member = next((m for m in storage.members if m.wrapped), storage.members[0])
+        tensor, buffer = names[member.index], f"buffer{number}"
+        buffers.append(buffer)
+        if member.wrapped:
+            lines.append(f"    {buffer} = {tensor}._buffer")
+            continue
+        # A storage that was resized has a stale buffer, whose length differs.
+        nbytes = storage.buffer_value.shape[0]
+        length = nbytes if isinstance(nbytes, int) else None
+        stale = "" if length is None else f" or {buffer}.numel() != {length}"
+        lines += [
+            f"    found = buffers.get(address({tensor}))",
+            f"    {buffer} = None if found is None else found()",
+            f"    if {buffer} is None{stale}:",
+            f"        {buffer} = find({tensor}, {length})",
+            f"        if {buffer} is None:",
+            f"            return otherwise({everything})",
+        ]
+    passed = [names[index] for index in merged.passed]
+    if merged.extents:
+        passed.append(f"*[extent(({everything},)) for extent in extents]")
+    result = f"compiled({', '.join(buffers + passed)})"
+    if not _unchanged(merged):
+        result = f"finish(({everything},), ({', '.join(buffers)},), {result})"
+    lines.append(f"    return {result}")
+    return "\n".join(lines)
+
+
+def _unchanged(merged: MergedGraph) -> bool:
+    return all(output == FromGraph(position) for position, output in enumerate(merged.outputs))
+
+
+def _finish(merged: MergedGraph) -> Callable[..., tuple[Any, ...]]:
+    outputs = merged.outputs
+
+    def finish(
+        args: Sequence[Any], buffers: Sequence[torch.Tensor], values: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        def one(output: AliasedOutput | FromGraph | FromInput) -> Any:
+            if isinstance(output, FromGraph):
+                return values[output.position]
+            if isinstance(output, FromInput):
+                return args[output.index]
+            return output.rebuild(buffers[output.storage], values)
+
+        return tuple([one(output) for output in outputs])
+
+    return finish
