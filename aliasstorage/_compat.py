@@ -61,9 +61,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DATA_DEPENDENT_ERRORS":
-        shapes = import_module("torch.fx.experimental.symbolic_shapes")
-        return (shapes.GuardOnDataDependentSymNode,)
     if name in _MODULES:
         return import_module(_MODULES[name])
     module = _ON_FIRST_USE.get(name)
@@ -145,6 +142,34 @@ def is_compile_tracing() -> bool:
 def functional_value(tensor: FunctionalTensor) -> torch.Tensor:
     """Return the tensor a functional wrapper currently stands for."""
     return torch._from_functional_tensor(tensor.elem)
+
+
+def expression(extent: Any) -> Any:
+    """Return an extent as an integer, or as a sympy expression if it is symbolic."""
+    if isinstance(extent, int):
+        return extent
+    expr = extent.node.expr
+    return int(expr) if expr.is_number else expr
+
+
+def symbol_bounds(extent: Any, low: int, high: int) -> tuple[int, int]:
+    """Return the least and the largest value that an extent can have, within bounds."""
+    if isinstance(extent, int):
+        return extent, extent
+    # Expanded, so that what cancels does: the end of a[n:] does not depend on n.
+    bounds = extent.node.shape_env.bound_sympy(extent.node.expr.expand())
+    least, most = (value if value.is_Integer else None for value in (bounds.lower, bounds.upper))
+    return (
+        low if least is None else max(low, int(least)),
+        high if most is None else min(high, int(most)),
+    )
+
+
+def python_source(extent: Any) -> str:
+    """Return an integer or a sympy expression as Python code over its symbols."""
+    if isinstance(extent, int):
+        return str(extent)
+    return import_module("torch.utils._sympy.printers").PythonPrinter().doprint(extent)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

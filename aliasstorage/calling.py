@@ -18,6 +18,7 @@ from aliasstorage._compat import innermost_fn, storage_address
 from aliasstorage.guards import AliasGuard
 from aliasstorage.merge import AliasedOutput, FromGraph, FromInput, MergedGraph
 from aliasstorage.registry import live_buffers, pinned_byte_buffer
+from aliasstorage.window import Window
 
 log = logging.getLogger("aliasstorage")
 
@@ -25,7 +26,11 @@ Compiled = Callable[..., Sequence[Any]]
 
 
 def bind(
-    compiled: Compiled, module: torch.fx.GraphModule, guard: AliasGuard, merged: MergedGraph | None
+    compiled: Compiled,
+    module: torch.fx.GraphModule,
+    guard: AliasGuard,
+    merged: MergedGraph | None,
+    longer: bool = False,
 ) -> Compiled:
     """Return a function of a Dynamo graph's inputs that calls the compiled graph.
 
@@ -35,6 +40,7 @@ def bind(
             another way.
         guard: The alias pattern that was compiled for.
         merged: The merged graph, None when nothing was merged.
+        longer: Whether the compiled graph takes a buffer that is longer than it was told.
     """
     if merged is None and not guard.groups:
         return compiled
@@ -60,19 +66,28 @@ def bind(
         "compiled": call,
         "finish": finish,
         "otherwise": otherwise,
+        "shorten": shorten,
         "extents": [] if merged is None else merged.extents,
     }
     count = len(module.graph.find_nodes(op="placeholder"))
-    exec(compile(call_source(count, guard, merged), "<aliasstorage>", "exec"), scope)  # noqa: S102
+    source = call_source(count, guard, merged, longer)
+    exec(compile(source, "<aliasstorage>", "exec"), scope)  # noqa: S102
     return scope["call"]  # type: ignore[return-value]
 
 
-def call_source(count: int, guard: AliasGuard, merged: MergedGraph | None) -> str:
+def shorten(buffer: torch.Tensor, *members: torch.Tensor) -> torch.Tensor:
+    """Return the part of a buffer up to the last byte of the given tensors."""
+    return buffer[: max(Window.of(member).span[1] for member in members)]
+
+
+def call_source(
+    count: int, guard: AliasGuard, merged: MergedGraph | None, longer: bool = False
+) -> str:
     """Return the code of the function for a graph of ``count`` inputs.
 
-    It uses ``address``, ``buffers`` and ``find`` of a storage's buffer, ``extents``,
-    ``compiled``, ``finish`` for outputs that alias a buffer, and ``otherwise`` for inputs of
-    another alias pattern.
+    It uses ``address``; ``buffers``, ``find`` and ``shorten`` for the buffer of a storage;
+    ``extents``; ``compiled``; ``finish`` for outputs that alias a buffer, and ``otherwise`` for
+    inputs of another alias pattern.
     """
     names = [f"t{index}" for index in range(count)]
     everything = ", ".join(names)
@@ -94,15 +109,18 @@ def call_source(count: int, guard: AliasGuard, merged: MergedGraph | None) -> st
         # A storage that was resized has a stale buffer, whose length differs.
         nbytes = storage.buffer_value.shape[0]
         length = nbytes if isinstance(nbytes, int) else None
-        stale = "" if length is None else f" or {buffer}.numel() != {length}"
+        real = f"{tensor}.untyped_storage().nbytes()" if length is None else length
         lines += [
             f"    found = buffers.get(address({tensor}))",
             f"    {buffer} = None if found is None else found()",
-            f"    if {buffer} is None{stale}:",
+            f"    if {buffer} is None or {buffer}.numel() != {real}:",
             f"        {buffer} = find({tensor}, {length})",
             f"        if {buffer} is None:",
             f"            return otherwise({everything})",
         ]
+        if length is None and not longer:
+            members = ", ".join(names[m.index] for m in storage.members)
+            lines.append(f"    {buffer} = shorten({buffer}, {members})")
     passed = [names[index] for index in merged.passed]
     if merged.extents:
         passed.append(f"*[extent(({everything},)) for extent in extents]")

@@ -11,6 +11,7 @@ import torch.fx
 
 from aliasstorage.backend import backend
 from aliasstorage.bufferize.report import BufferReport
+from aliasstorage.bufferize.symbolic import AnyWindow
 from aliasstorage.window import Window
 
 
@@ -107,7 +108,8 @@ def explain(
 
 
 def _describe(number: int, report: BufferReport) -> str:
-    title = f"graph {number}, a byte buffer of {report.nbytes} bytes: "
+    length = "a symbolic number of" if report.nbytes is None else report.nbytes
+    title = f"graph {number}, a byte buffer of {length} bytes: "
     if report.reason is not None:
         return title + f"not written in place, because {report.reason}"
     windows = _count(len(report.roots), "window")
@@ -127,11 +129,12 @@ def _describe(number: int, report: BufferReport) -> str:
     if not report.copies:
         lines.append("  copies: none")
     for window, reason in report.copies:
-        lines.append(f"  copy of {window.nbytes} bytes of {_window(window)}: {reason}")
+        much = f"{window.nbytes} bytes of " if isinstance(window, Window) else ""
+        lines.append(f"  copy of {much}{_window(window)}: {reason}")
     return "\n".join(lines)
 
 
-def _window(window: Window) -> str:
+def _window(window: AnyWindow) -> str:
     return f"{window.dtype} {window.size} at byte {window.byte_offset}"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.fx
 
 from aliasstorage._compat import (
-    DATA_DEPENDENT_ERRORS,
     FakeTensor,
     ambient_fake_mode,
     source_name,
@@ -45,9 +45,7 @@ class MergedStorage:
     buffer_node: torch.fx.Node | None = None
 
 
-def find_storages(
-    graph: torch.fx.Graph, example_inputs: Sequence[Any], static: bool
-) -> list[MergedStorage]:
+def find_storages(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> list[MergedStorage]:
     """Return the storages of a Dynamo graph that must become one input each.
 
     A storage is merged when a window of it is an input, or when two plain inputs share it.
@@ -57,9 +55,7 @@ def find_storages(
     Args:
         graph: The Dynamo graph.
         example_inputs: Its example inputs. A fake storage may be shorter than the real one,
-            whose length is therefore taken where it is not symbolic.
-        static: Whether to specialize symbolic sizes of windows, see
-            Note [Windows are specialized].
+            whose length is therefore taken.
     """
     groups: dict[int, list[Member]] = {}
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -80,35 +76,18 @@ def find_storages(
         for member, value in zip(members, values, strict=True):
             _check_no_lazy_bits(member, value)
         first = values[0]
-        nbytes = wrapped[0]._buffer.shape[0] if wrapped else first.untyped_storage().nbytes()
-        if not wrapped and (static or isinstance(nbytes, int)):
+        nbytes: Extent
+        if wrapped:
+            nbytes = wrapped[0]._buffer.shape[0]
+        elif all(static_window(member) for member in members):
             nbytes = example_inputs[members[0].index].untyped_storage().nbytes()
-        if static:
-            nbytes = specialized(nbytes)
-            for member in members:
-                member.size = tuple(map(specialized, member.size))
-                member.stride = tuple(map(specialized, member.stride))
-                member.byte_offset = specialized(member.byte_offset)
+        else:
+            # The real storage may be longer, by a length that no symbol stands for.
+            nbytes = reduce(torch.sym_max, map(_end, members))
         with ambient_fake_mode():
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=first.device)
         storages.append(MergedStorage(members, buffer))
     return storages
-
-
-# Note [Windows are specialized]
-# When the size of a cache changes, Dynamo makes it symbolic. Whether windows overlap, and so what
-# may be written in place, is only known for numbers. A graph that writes in place is therefore
-# compiled for the sizes at hand, and again for others: a cache changes its size when an engine
-# starts, whereas a copy of it at each write would be paid at each step. Only extents that are
-# unknown while compiling stay symbolic.
-
-
-def specialized(extent: Extent) -> Extent:
-    """Return a symbolic extent as the number it has in this compilation."""
-    try:
-        return int(extent)
-    except DATA_DEPENDENT_ERRORS:
-        return extent
 
 
 def is_strided_input(value: Any) -> bool:
@@ -128,6 +107,14 @@ def _member(index: int, node: torch.fx.Node, value: torch.Tensor) -> Member:
     size, stride = tuple(value.shape), tuple(value.stride())
     wrapped = isinstance(value, AliasTensor)
     return Member(index, node, wrapped, value.dtype, size, stride, byte_offset)
+
+
+def _end(member: Member) -> Extent:
+    """Return one past the last byte of a member."""
+    end = member.byte_offset + member.dtype.itemsize
+    for extent, step in zip(member.size, member.stride, strict=True):
+        end = end + (extent - 1) * step * member.dtype.itemsize
+    return end
 
 
 def _check_no_lazy_bits(member: Member, value: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ each new pattern once, and a known one finds its own graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class AliasGuard:
     Args:
         tensors: The real tensor inputs of this compilation, by their position in the graph.
         sources: The Dynamo source of each.
+        symbolic_offsets: Positions of inputs whose storage offset is an input of the graph.
+        lengths: For inputs of a storage that the graph has as a whole, its length in bytes.
 
     Attributes:
         tensors: The positions.
@@ -69,7 +71,13 @@ class AliasGuard:
             is one storage with one such input.
     """
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor], sources: Mapping[int, Any]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        sources: Mapping[int, Any],
+        symbolic_offsets: Collection[int],
+        lengths: Mapping[int, int],
+    ) -> None:
         self.tensors = list(tensors)
         self.pattern = alias_pattern(list(tensors.values()))
         self._names = {index: source_name(source) for index, source in sources.items()}
@@ -77,7 +85,6 @@ class AliasGuard:
         self._installed = False
         groups: dict[int, list[int]] = {}
         self._offsets: dict[int, int] = {}
-        self._lengths: dict[int, int] = {}
         for (index, tensor), (ordinal, offset) in zip(tensors.items(), self.pattern, strict=True):
             group = groups.setdefault(ordinal, [])
             if isinstance(tensor, AliasTensor):
@@ -86,13 +93,14 @@ class AliasGuard:
                     group.insert(0, index)
                 continue
             group.append(index)
-            if offset >= 0:
+            if offset >= 0 and index not in symbolic_offsets:
                 self._offsets[index] = offset
-                # A merged graph has the whole storage as an input. (Of windows, Dynamo guards
-                # the size of the buffer.)
-                self._lengths[ordinal] = tensor.untyped_storage().nbytes()
         self.groups = list(groups.values())
-        self._lengths = {groups[o][0]: n for o, n in self._lengths.items()}
+        # Of windows, Dynamo guards the size of the buffer.
+        plain = [
+            group[0] for group in self.groups if not isinstance(tensors[group[0]], AliasTensor)
+        ]
+        self._lengths = {index: lengths[index] for index in plain if index in lengths}
         if sum(map(len, self.groups)) < 2:
             self.groups = []
         elif (guards := current_guards()) is not None:

@@ -21,7 +21,7 @@ from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.calling import bind
 from aliasstorage.errors import BackendUnsupportedError
-from aliasstorage.grouping import find_storages, static_window
+from aliasstorage.grouping import MergedStorage, find_storages, static_window
 from aliasstorage.guards import AliasGuard
 from aliasstorage.merge import make_window, merge
 from aliasstorage.tracing import clones_are_kept
@@ -45,7 +45,7 @@ def compile_graph(
     """Merge the inputs of each storage, and compile the result with the inner backend."""
     inner = options.get("inner", "inductor")
     in_place = options.get("bufferize", True) and inner in ("inductor", *_AOT_EAGER)
-    storages = find_storages(module.graph, example_inputs, static=in_place)
+    storages = find_storages(module.graph, example_inputs)
     roots = [
         window
         for storage in storages
@@ -53,7 +53,7 @@ def compile_graph(
         if (window := static_window(member)) is not None
     ]
     compiler = _inner_compiler(inner, options, mode, roots)
-    guard = _alias_guard(module, example_inputs)
+    guard = _alias_guard(module, example_inputs, storages)
     # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern
     # in the key, an entry made for other aliases is never found.
     tag = f"{torch.compiler.config.cache_key_tag} aliasstorage {guard.pattern}"
@@ -65,16 +65,26 @@ def compile_graph(
         make = make_window if traces_windows else regenerate
         merged = merge(module, example_inputs, storages, make)
         compiled = compiler(merged.module, merged.example_inputs)
-        return bind(compiled, original, guard, merged)
+        return bind(compiled, original, guard, merged, longer=in_place)
 
 
-def _alias_guard(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> AliasGuard:
+def _alias_guard(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any], storages: Sequence[MergedStorage]
+) -> AliasGuard:
     tensors, sources = {}, {}
     placeholders = module.graph.find_nodes(op="placeholder")
     for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             tensors[index], sources[index] = value, node._dynamo_source
-    return AliasGuard(tensors, sources)
+    members = [member for storage in storages for member in storage.members]
+    symbolic = {m.index for m in members if not isinstance(m.byte_offset, int)}
+    lengths = {
+        member.index: storage.buffer_value.shape[0]
+        for storage in storages
+        for member in storage.members
+        if isinstance(storage.buffer_value.shape[0], int)
+    }
+    return AliasGuard(tensors, sources, symbolic, lengths)
 
 
 def _unchanged_copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

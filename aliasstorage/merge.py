@@ -7,6 +7,7 @@ time from the real buffer, since AOTAutograd would return them as detached copie
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,10 +188,10 @@ class _SymbolicExtents:
                 if not isinstance(value, int):
                     self._add(member, kind, dim, value)
         if not isinstance(member.byte_offset, int):
-            self._add(member, "offset", 0, member.byte_offset)
+            self._add(member, "offset", 0, member.node.meta["example_value"].storage_offset())
 
     def _add(self, member: Member, kind: str, dim: int, value: torch.SymInt) -> None:
-        index, itemsize = member.index, member.dtype.itemsize
+        index = member.index
         prop = {
             "size": TensorProperty.SIZE,
             "stride": TensorProperty.STRIDE,
@@ -212,7 +213,7 @@ class _SymbolicExtents:
         elif kind == "stride":
             read = lambda args: args[index].stride(dim)  # noqa: E731
         else:
-            read = lambda args: args[index].storage_offset() * itemsize  # noqa: E731
+            read = lambda args: args[index].storage_offset()  # noqa: E731
         self.merged.extents.append(read)
 
     def get(self, member: Member, kind: str, values: Sequence[Extent]) -> tuple[Any, ...]:
@@ -232,6 +233,9 @@ def _window_node(
     size = extents.get(member, "size", member.size)
     stride = extents.get(member, "stride", member.stride)
     (offset,) = extents.get(member, "offset", (member.byte_offset,))
+    if isinstance(offset, torch.fx.Node):  # in elements
+        offset = graph.call_function(operator.mul, (offset, member.dtype.itemsize))
+        offset.meta["example_value"] = member.byte_offset
     node = graph.call_function(make, (storage.buffer_node, member.dtype, size, stride, offset))
     node.meta["example_value"] = make(
         storage.buffer_value, member.dtype, member.size, member.stride, member.byte_offset

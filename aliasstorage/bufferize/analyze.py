@@ -15,7 +15,7 @@ import torch.fx
 
 from aliasstorage._compat import OpOverload
 from aliasstorage.bufferize.custom_ops import MutatingCall, mutating_call
-from aliasstorage.bufferize.plan import Plan, Read, Write, plan
+from aliasstorage.bufferize.plan import Plan, Read, Write, overlaps, plan
 from aliasstorage.bufferize.recognize import (
     BufferAccesses,
     ReadNode,
@@ -23,7 +23,7 @@ from aliasstorage.bufferize.recognize import (
     may_alias_argument,
     uses,
 )
-from aliasstorage.overlap import overlaps
+from aliasstorage.bufferize.symbolic import AnyWindow
 from aliasstorage.window import Window
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ class Analysis:
             for other in self.accesses.writes
         )
 
-    def _version_of(self, base: Any, window: Window) -> int | None:
+    def _version_of(self, base: Any, window: AnyWindow) -> int | None:
         read = self._read_of.get(base)
         if read is not None:
             return read.version if read.window == window else None

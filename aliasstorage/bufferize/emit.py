@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from aliasstorage.bufferize.analyze import Analysis, scatter_chain
 from aliasstorage.bufferize.plan import Copy, slice_of
 from aliasstorage.bufferize.recognize import WriteNode
 from aliasstorage.bufferize.report import BufferReport, WriteReport
+from aliasstorage.bufferize.symbolic import AnyWindow, SymbolicWindow
 from aliasstorage.window import Window
 
 aten = torch.ops.aten
@@ -24,7 +26,7 @@ class TypedInput:
 
     node: torch.fx.Node
     buffer: torch.fx.Node
-    window: Window
+    window: AnyWindow
 
 
 class BufferEmitter:
@@ -38,7 +40,7 @@ class BufferEmitter:
         self.inputs: list[TypedInput] = []
         self.copy_of: dict[int, torch.fx.Node] = {}
         self.report = BufferReport(
-            self.buffer.meta["val"].shape[0],
+            static_length(self.buffer),
             self.plan.roots,
             self.plan.classes,
             [read.window for read in self.accesses.reads],
@@ -165,13 +167,15 @@ class BufferEmitter:
 
     # --- windows as nodes ---
 
-    def _typed(self, window: Window) -> torch.fx.Node:
+    def _typed(self, window: AnyWindow) -> torch.fx.Node:
         """Return a node for a window: its root, or a slice of it."""
-        if not window.numel:
+        if isinstance(window, Window) and not window.numel:
             return self._empty(window)
         source = self.inputs[self.plan.root_of[window]]
         if window == source.window:
             return source.node
+        assert isinstance(window, Window)  # noqa: S101  (a symbolic one is its own root)
+        assert isinstance(source.window, Window)  # noqa: S101
         return self._slice(source.node, source.window, window)
 
     def _empty(self, window: Window) -> torch.fx.Node:
@@ -214,15 +218,34 @@ class BufferEmitter:
 _PROVENANCE = frozenset({"stack_trace", "nn_module_stack", "source_fn_stack", "custom"})
 
 
-def fake_root(buffer: torch.Tensor, window: Window) -> torch.Tensor:
+def fake_root(buffer: torch.Tensor, window: AnyWindow) -> torch.Tensor:
     """Return a fake typed view with a storage of its own, aligned as the real one is.
 
     Inner compilers assume that inputs of one graph do not share a storage, and Inductor's cache
     on disk ignores whether they do.
     """
-    itemsize = window.dtype.itemsize
-    start = 0 if buffer.device.type == "cpu" else window.byte_offset % 16 // itemsize
-    length = (window.span[1] - window.span[0]) // itemsize
+    itemsize, start = window.dtype.itemsize, 0
+    size: Sequence[Any] = window.size
+    stride: Sequence[Any] = window.stride
+    if isinstance(window, SymbolicWindow):
+        size, stride, byte_offset = window.values
+        if buffer.device.type != "cpu":
+            # Of an unknown offset, no alignment may be assumed.
+            known = isinstance(byte_offset, int)
+            start = byte_offset % 16 // itemsize if known else int(itemsize < 16)
+        length = start + 1
+        for extent, step in zip(size, stride, strict=True):
+            length = length + (extent - 1) * step
+    else:
+        if buffer.device.type != "cpu":
+            start = window.byte_offset % 16 // itemsize
+        length = start + (window.span[1] - window.span[0]) // itemsize
     with buffer.fake_mode:
-        flat = torch.empty(start + length, dtype=window.dtype, device=buffer.device)
-        return flat.as_strided(window.size, window.stride, start)
+        flat = torch.empty(length, dtype=window.dtype, device=buffer.device)
+        return flat.as_strided(size, stride, start)
+
+
+def static_length(buffer: torch.fx.Node) -> int | None:
+    """Return a buffer's length in bytes, None if it is symbolic."""
+    length = buffer.meta["val"].shape[0]
+    return length if isinstance(length, int) else None

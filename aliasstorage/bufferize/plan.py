@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from aliasstorage.overlap import alias_classes, overlaps
+from aliasstorage.bufferize.symbolic import AnyWindow, SymbolicWindow, footprint
+from aliasstorage.overlap import alias_classes
+from aliasstorage.overlap import overlaps as windows_overlap
 from aliasstorage.window import Window
 
 
@@ -31,7 +33,7 @@ class Read:
     """
 
     version: int
-    window: Window
+    window: AnyWindow
     position: int
     uses: tuple[int, ...]
     target_of: frozenset[int] = frozenset()
@@ -43,7 +45,7 @@ class Write:
     """A write that makes version ``version`` of the buffer out of the one before."""
 
     version: int
-    window: Window
+    window: AnyWindow
     position: int
 
 
@@ -83,8 +85,8 @@ class Plan:
         classes: Alias classes, as lists of root indices.
     """
 
-    roots: list[Window] = field(default_factory=list)
-    root_of: dict[Window, int] = field(default_factory=dict)
+    roots: list[AnyWindow] = field(default_factory=list)
+    root_of: dict[AnyWindow, int] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
     fences: list[Fence] = field(default_factory=list)
     classes: list[list[int]] = field(default_factory=list)
@@ -109,13 +111,18 @@ def plan(
     result = Plan()
     windows = list(dict.fromkeys(item.window for item in (*reads, *writes) if item.window.numel))
     result.roots, result.root_of = choose_roots(windows, preferred_roots)
-    result.classes = alias_classes(result.roots)
+    result.classes = alias_classes([footprint(root) for root in result.roots])
     for index, read in enumerate(reads):
         copy = hazard(index, read, writes)
         if copy is not None:
             result.copies.append(copy)
     result.fences = _fences(reads, writes, result)
     return result
+
+
+def overlaps(a: AnyWindow, b: AnyWindow) -> bool:
+    """Return whether two windows may share a byte."""
+    return windows_overlap(footprint(a), footprint(b))
 
 
 def hazard(index: int, read: Read, writes: Sequence[Write]) -> Copy | None:
@@ -137,26 +144,31 @@ def hazard(index: int, read: Read, writes: Sequence[Write]) -> Copy | None:
 
 
 def choose_roots(
-    windows: Sequence[Window], preferred: Sequence[Window] = ()
-) -> tuple[list[Window], dict[Window, int]]:
+    windows: Sequence[AnyWindow], preferred: Sequence[Window] = ()
+) -> tuple[list[AnyWindow], dict[AnyWindow, int]]:
     """Choose the typed views to give a program, and the root of each window.
 
     A window is expressed in a root of its dtype of which it is a slice: the smallest of
     ``preferred``, else the largest other one. Windows that merely lie inside another one's span
     become roots of their own, since sharing a root would order accesses that have nothing to
     do with each other. Two dtypes never share a root, not even two of one itemsize: CPU
-    Inductor stores through a reinterpreted view with the dtype of the root.
+    Inductor stores through a reinterpreted view with the dtype of the root. Symbolic windows
+    are roots of their own, after the others, those of the same symbols side by side.
     """
-    distinct = [window for window in dict.fromkeys((*preferred, *windows)) if window.numel]
+    static = [window for window in windows if isinstance(window, Window)]
+    distinct = [window for window in dict.fromkeys((*preferred, *static)) if window.numel]
     distinct.sort(key=lambda window: window.nbytes)
     favored = [root for root in distinct if root in preferred]
     hosts = favored + [root for root in reversed(distinct) if root not in favored]
-    root_for: dict[Window, Window] = {}
-    for window in windows:
+    root_for: dict[AnyWindow, AnyWindow] = {}
+    for window in static:
         root_for[window] = window
         if window not in favored:
             root_for[window] = next((host for host in hosts if slice_of(window, host)), window)
-    roots = list(dict.fromkeys(root_for.values()))
+    symbolic = [window for window in windows if isinstance(window, SymbolicWindow)]
+    symbolic.sort(key=lambda window: window.symbols)
+    roots = list(dict.fromkeys((*root_for.values(), *symbolic)))
+    root_for.update({window: window for window in symbolic})
     order = {root: number for number, root in enumerate(roots)}
     return roots, {window: order[root] for window, root in root_for.items()}
 
@@ -225,7 +237,7 @@ def slice_of(window: Window, root: Window) -> Slice | None:
 def _fences(reads: Sequence[Read], writes: Sequence[Write], result: Plan) -> list[Fence]:
     """Place fences between conflicting accesses that go through different roots."""
     copied = {copy.read: copy for copy in result.copies}
-    accesses: list[tuple[int, bool, Window]] = [
+    accesses: list[tuple[int, bool, AnyWindow]] = [
         (write.position, True, write.window) for write in writes if write.window.numel
     ]
     for index, read in enumerate(reads):
@@ -239,7 +251,7 @@ def _fences(reads: Sequence[Read], writes: Sequence[Write], result: Plan) -> lis
         accesses += [(use, False, read.window) for use in uses]
     accesses.sort(key=lambda access: access[:2])
     class_of = {root: number for number, roots in enumerate(result.classes) for root in roots}
-    pending: dict[int, dict[tuple[int, bool, Window], None]] = {}
+    pending: dict[int, dict[tuple[int, bool, AnyWindow], None]] = {}
     fences: list[Fence] = []
     for position, is_write, window in accesses:
         root = result.root_of[window]

@@ -7,8 +7,8 @@ Note [A traced view is a window of the buffer]), so a byte graph looks like this
     write:  next version = as_strided_scatter(version, view.dtype(unsqueeze(value, -1), uint8), …)
     end:    copy_(buffer, last version)
 
-Whatever else touches a version is a use of the whole buffer. What cannot be read as windows, a
-symbolic size or offset, makes the buffer unrecognized, with a reason.
+Whatever else touches a version is a use of the whole buffer. What cannot be read as windows, such
+as a size that is computed inside the graph, makes the buffer unrecognized, with a reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from typing import Any
 import torch
 import torch.fx
 
-from aliasstorage.window import Window
+from aliasstorage._compat import expression
+from aliasstorage.bufferize.symbolic import (
+    AnyWindow,
+    SymbolicWindow,
+    reinterpret,
+    squeeze_last,
+    symbol_sources,
+    window_at,
+)
 
 aten = torch.ops.aten
 
@@ -38,7 +46,7 @@ class ReadNode:
 
     node: torch.fx.Node
     version: int
-    window: Window
+    window: AnyWindow
     user: torch.fx.Node | None = None  # the one user that reads, when others do not
 
 
@@ -48,7 +56,7 @@ class WriteNode:
 
     node: torch.fx.Node
     version: int  # the one it makes
-    window: Window
+    window: AnyWindow
     value: torch.fx.Node
 
 
@@ -79,12 +87,10 @@ def recognize(buffer: torch.fx.Node) -> BufferAccesses:
     """Return the accesses of a buffer.
 
     Raises:
-        UnrecognizedError: An access is not a static window.
+        UnrecognizedError: An access is not a window that is known before the graph runs.
     """
     accesses = BufferAccesses(buffer)
     nbytes = buffer.meta["val"].shape[0]
-    if not isinstance(nbytes, int):
-        raise UnrecognizedError("the buffer's length is symbolic")
     versions = {buffer: 0}
     pending = [buffer]
     while pending:
@@ -98,7 +104,7 @@ def recognize(buffer: torch.fx.Node) -> BufferAccesses:
                 accesses.writes.append(_write(user, version + 1))
                 pending.append(user)
             elif user.target is aten.as_strided.default:
-                window = _as_strided_window(user, user.args[1], user.args[2], user.args[3:])
+                window = _as_strided_window(user.args[1], user.args[2], user.args[3:])
                 _reads(user, version, window, accesses)
             elif user.target is aten.copy_.default and user.args[0] is buffer:
                 if accesses.final_copy is not None and accesses.final_copy is not user:
@@ -107,37 +113,40 @@ def recognize(buffer: torch.fx.Node) -> BufferAccesses:
             elif user.op == "output" and base is buffer:
                 accesses.returned = True
             else:
-                window = Window(torch.uint8, (nbytes,))
+                window = window_at(torch.uint8, (nbytes,), (1,), 0)
                 accesses.reads.append(ReadNode(base, version, window, user))
     if accesses.writes and (
         accesses.final_copy is None or versions.get(accesses.final_copy.args[1]) is None
     ):
         raise UnrecognizedError("the last version of the buffer is not written back")
+    known = symbol_sources(buffer.graph.find_nodes(op="placeholder"))
+    for access in (*accesses.reads, *accesses.writes):
+        if isinstance(access.window, SymbolicWindow) and not known.keys() >= {
+            *access.window.symbols
+        }:
+            raise UnrecognizedError(f"the size of {access.node.name} is computed inside the graph")
     return accesses
 
 
-def _static(values: Any) -> tuple[int, ...]:
-    if not all(isinstance(value, int) for value in values):
-        raise UnrecognizedError("a window has a symbolic size, stride or offset")
-    return tuple(values)
+def _as_strided_window(size: Any, stride: Any, offset: tuple[Any, ...]) -> AnyWindow:
+    start = offset[0] if offset and offset[0] is not None else 0
+    sizes, strides = [_value(extent) for extent in size], [_value(step) for step in stride]
+    return window_at(torch.uint8, sizes, strides, _value(start))
 
 
-def _as_strided_window(
-    node: torch.fx.Node, size: Any, stride: Any, offset: tuple[Any, ...]
-) -> Window:
-    start = _static((offset[0] if offset and offset[0] is not None else 0,))[0]
-    return Window(torch.uint8, _static(size), _static(stride), start)
+def _value(extent: Any) -> Any:
+    return extent.meta["val"] if isinstance(extent, torch.fx.Node) else extent
 
 
-def _reads(node: torch.fx.Node, version: int, window: Window, accesses: BufferAccesses) -> None:
+def _reads(node: torch.fx.Node, version: int, window: AnyWindow, accesses: BufferAccesses) -> None:
     """Record the typed view that a chain as_strided, view, squeeze ends in."""
-    inner: list[tuple[torch.fx.Node, Window]] = []
+    inner: list[tuple[torch.fx.Node, AnyWindow]] = []
     rest = False
     for user in node.users:
         if user.target is aten.view.dtype and user.args[0] is node:
-            inner.append((user, window.compose(lambda t, u=user: t.view(u.args[1]))))
+            inner.append((user, reinterpret(window, user.args[1])))
         elif user.target is aten.squeeze.dim and user.args[1] in (-1, len(window.size) - 1):
-            inner.append((user, window.compose(lambda t: t.squeeze(-1))))
+            inner.append((user, squeeze_last(window)))
         else:
             rest = True
     if rest or not inner:
@@ -149,15 +158,15 @@ def _reads(node: torch.fx.Node, version: int, window: Window, accesses: BufferAc
 def _write(node: torch.fx.Node, version: int) -> WriteNode:
     """Return a scatter's window and value in the value's own dtype."""
     value = node.args[1]
-    window = _as_strided_window(node, node.args[2], node.args[3], node.args[4:])
+    window = _as_strided_window(node.args[2], node.args[3], node.args[4:])
     if value.target is aten.view.dtype and value.meta["val"].dtype == torch.uint8:
         inner = value.args[0]
         dtype = inner.meta["val"].dtype
-        value, window = inner, window.compose(lambda t: t.view(dtype))
+        value, window = inner, reinterpret(window, dtype)
         last = len(window.size) - 1
         if value.target is aten.unsqueeze.default and value.args[1] in (-1, last):
-            value, window = value.args[0], window.compose(lambda t: t.squeeze(-1))
-    if tuple(value.meta["val"].shape) != window.size:
+            value, window = value.args[0], squeeze_last(window)
+    if tuple(map(expression, value.meta["val"].shape)) != window.size:
         raise UnrecognizedError(f"the value of {node.name} has another shape than its window")
     return WriteNode(node, version, window, value)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aliasstorage.window import Window
+from aliasstorage.bufferize.symbolic import AnyWindow
 
 
 @dataclass
 class WriteReport:
     """How one write is done: ``in place``, or ``computed into place``, by which operation."""
 
-    window: Window
+    window: AnyWindow
     how: str
     operation: str
 
@@ -21,7 +21,7 @@ class BufferReport:
     """What became of one buffer's accesses; `explain` prints it.
 
     Attributes:
-        nbytes: Length of the buffer, in bytes.
+        nbytes: Length of the buffer, in bytes, None if it is symbolic.
         roots: Typed views that the graph is given.
         classes: Alias classes, as lists of indices into ``roots``.
         reads: Windows that are read.
@@ -31,11 +31,11 @@ class BufferReport:
         reason: Why the buffer was not bufferized, None if it was.
     """
 
-    nbytes: int
-    roots: list[Window] = field(default_factory=list)
+    nbytes: int | None
+    roots: list[AnyWindow] = field(default_factory=list)
     classes: list[list[int]] = field(default_factory=list)
-    reads: list[Window] = field(default_factory=list)
+    reads: list[AnyWindow] = field(default_factory=list)
     writes: list[WriteReport] = field(default_factory=list)
-    copies: list[tuple[Window, str]] = field(default_factory=list)
+    copies: list[tuple[AnyWindow, str]] = field(default_factory=list)
     fences: int = 0
     reason: str | None = None
