@@ -48,7 +48,8 @@ class MergedStorage:
 def find_storages(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> list[MergedStorage]:
     """Return the storages of a Dynamo graph that must become one input each.
 
-    A storage is merged when a window of it is an input, or when two plain inputs share it.
+    A storage is merged when a window of it is an input, when two plain inputs share it, or when
+    a plain input shows an element twice (AOTAutograd cannot write such an input back).
     Plain inputs of which one requires gradients are left to AOTAutograd, which handles them as
     long as they are of one dtype.
 
@@ -66,7 +67,7 @@ def find_storages(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> list[
     for members in groups.values():
         values = [member.node.meta["example_value"] for member in members]
         wrapped = [value for value in values if isinstance(value, AliasTensor)]
-        if not wrapped and len(members) == 1:
+        if not wrapped and len(members) == 1 and not shows_elements_twice(values[0]):
             continue
         dtypes = {value.dtype for value in values}
         if any(value.requires_grad for value in values):
@@ -107,6 +108,29 @@ def _member(index: int, node: torch.fx.Node, value: torch.Tensor) -> Member:
     size, stride = tuple(value.shape), tuple(value.stride())
     wrapped = isinstance(value, AliasTensor)
     return Member(index, node, wrapped, value.dtype, size, stride, byte_offset)
+
+
+def shows_elements_twice(value: torch.Tensor) -> bool:
+    """Return whether two indices of a tensor may name one element, as in expanded tensors.
+
+    >>> import torch
+    >>> row = torch.zeros(4)
+    >>> shows_elements_twice(row), shows_elements_twice(row.expand(2, 4))
+    (False, True)
+    """
+    if any(extent == 0 for extent in value.shape if isinstance(extent, int)):
+        return False
+    dims = [
+        (step, extent)
+        for extent, step in zip(value.shape, value.stride(), strict=True)
+        if isinstance(extent, int) and isinstance(step, int) and extent > 1
+    ]
+    reach = 0  # of the dimensions with smaller steps
+    for step, extent in sorted(dims):
+        if step <= reach:
+            return True
+        reach += step * (extent - 1)
+    return False
 
 
 def _end(member: Member) -> Extent:

@@ -316,6 +316,23 @@ def test_windows_of_changing_size(backend, dynamic):
         assert torch.equal(wanted[-1], got[-1])
 
 
+@pytest.mark.parametrize("bufferize", [True, False])
+def test_a_lone_plain_input_that_shows_elements_twice(bufferize):
+    """Stock AOTAutograd cannot write such an input back."""
+
+    def step(x):
+        x[:1].add_(2)
+        x.split(2)[-1][..., -1:].fill_(7)
+        return x + 1, x[0]
+
+    compiled = torch.compile(step, backend=aliasstorage.backend("aot_eager", bufferize=bufferize))
+    for make in (lambda b: b[:2].expand(3, 2), lambda b: b.unfold(0, 4, 2)):
+        want, got = torch.arange(8.0), torch.arange(8.0)
+        for left, right in zip(step(make(want)), compiled(make(got)), strict=True):
+            assert torch.equal(left, right)
+        assert torch.equal(want, got)
+
+
 # --- alias patterns that change ---
 
 
