@@ -19,6 +19,7 @@ from aliasstorage._compat import (
     run_eagerly,
 )
 from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
+from aliasstorage.moves import is_move, on_integers
 from aliasstorage.schemas import OpInfo, op_info
 from aliasstorage.tensor import AliasTensor, set_dispatch
 from aliasstorage.window import regenerate
@@ -122,6 +123,14 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
     outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
     typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
+    target = info.mutated[0].get(args, kwargs)
+    if (
+        type(target) is AliasTensor
+        and tracing.stays_a_byte_graph(target._buffer)
+        and is_move(func, typed_args, typed_kwargs)
+    ):
+        # See Note [Moves are done on integers].
+        typed_args, typed_kwargs = on_integers(func, typed_args, typed_kwargs)
     eager_outs = [entry for entry in outs if not tracing.is_traced(entry[1]._buffer)]
     for argument, out in eager_outs:
         # torch would resize an out= tensor of another shape; let it resize a scratch tensor.

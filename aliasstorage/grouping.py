@@ -17,6 +17,7 @@ from aliasstorage._compat import (
     storage_key,
 )
 from aliasstorage.errors import RequiresGradError, UnsupportedTensorError
+from aliasstorage.mutations import written_inputs
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.window import Window
 
@@ -48,8 +49,9 @@ class MergedStorage:
 def find_storages(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> list[MergedStorage]:
     """Return the storages of a Dynamo graph that must become one input each.
 
-    A storage is merged when a window of it is an input, when two plain inputs share it, or when
-    a plain input shows an element twice (AOTAutograd cannot write such an input back).
+    A storage is merged when a window of it is an input or when two plain inputs share it. So is
+    that of one plain input that shows an element twice, which AOTAutograd cannot write back, or
+    that is written and shows part of its storage: a cache in a storage with others.
     Plain inputs of which one requires gradients are left to AOTAutograd, which handles them as
     long as they are of one dtype.
 
@@ -63,11 +65,18 @@ def find_storages(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> list[
         value = node.meta.get("example_value")
         if is_strided_input(value):
             groups.setdefault(value_storage(value), []).append(_member(index, node, value))
-    storages = []
+    storages, written = [], written_inputs(graph)
     for members in groups.values():
         values = [member.node.meta["example_value"] for member in members]
         wrapped = [value for value in values if isinstance(value, AliasTensor)]
-        if not wrapped and len(members) == 1 and not shows_elements_twice(values[0]):
+        if (
+            not wrapped
+            and len(members) == 1
+            and not (
+                shows_elements_twice(values[0])
+                or (members[0].node in written and shows_part(example_inputs[members[0].index]))
+            )
+        ):
             continue
         dtypes = {value.dtype for value in values}
         if any(value.requires_grad for value in values):
@@ -108,6 +117,11 @@ def _member(index: int, node: torch.fx.Node, value: torch.Tensor) -> Member:
     size, stride = tuple(value.shape), tuple(value.stride())
     wrapped = isinstance(value, AliasTensor)
     return Member(index, node, wrapped, value.dtype, size, stride, byte_offset)
+
+
+def shows_part(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has fewer bytes than its storage."""
+    return tensor.numel() * tensor.dtype.itemsize < tensor.untyped_storage().nbytes()
 
 
 def shows_elements_twice(value: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.grouping import MergedStorage, find_storages, static_window
 from aliasstorage.guards import AliasGuard
 from aliasstorage.merge import make_window, merge
-from aliasstorage.tracing import clones_are_kept
+from aliasstorage.tracing import for_own_backend
 from aliasstorage.window import Window, regenerate
 
 _OWN_OPTIONS = ("inner", "bufferize")
@@ -149,7 +149,7 @@ def _inductor(
         module: torch.fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         ops.register_inductor_lowerings()
-        with clones_are_kept():
+        with for_own_backend(bufferize):
             return _compat.compile_fx(
                 module, example_inputs, inner_compile=inner_compile, config_patches=patches
             )
@@ -180,7 +180,7 @@ def _aot_eager(inner: str, bufferize: bool, roots: Sequence[Window]) -> Compiler
     def compile_and_keep_clones(
         module: torch.fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        with clones_are_kept():
+        with for_own_backend(bufferize):
             return compile_with_aot_eager(module, example_inputs)
 
     return compile_and_keep_clones

@@ -31,6 +31,7 @@ class OpInfo:
     """How one operation treats the memory of its arguments.
 
     Attributes:
+        arguments: All arguments.
         viewed: The argument that results alias, for view operations.
         mutated: Arguments that are written.
         outs: The written arguments that are ``out=`` arguments, which torch may resize.
@@ -40,6 +41,7 @@ class OpInfo:
             inference mode. Its schema may claim a view where it copies (reshape, contiguous).
     """
 
+    arguments: tuple[Argument, ...]
     viewed: Argument | None
     mutated: tuple[Argument, ...]
     outs: tuple[Argument, ...]
@@ -86,6 +88,7 @@ def _read_schema(func: OpOverload) -> OpInfo:
         # argument still says that it goes into a list.
         viewed = next(iter(read.values()))
     return OpInfo(
+        tuple(arguments),
         viewed,
         tuple(written.values()),
         tuple(outs),

@@ -113,21 +113,34 @@ _checked: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 # by an operation that is the identity and that no pass knows to be one. It also keeps the bits of
 # NaNs. The backend of this library copies by an operation of its own instead.
 _clones_are_kept: ContextVar[bool] = ContextVar("clones_are_kept", default=False)
+_writes_are_in_place: ContextVar[bool] = ContextVar("writes_are_in_place", default=False)
 
 
 @contextmanager
-def clones_are_kept() -> Iterator[None]:
-    """Trace clones of windows as clones: the caller sees to it that they stay copies."""
-    token = _clones_are_kept.set(True)
+def for_own_backend(in_place: bool) -> Iterator[None]:
+    """Trace for the backend of this library.
+
+    Clones of windows are traced as clones: the backend sees to it that they stay copies.
+
+    Args:
+        in_place: Whether it makes in-place writes of the functional ones.
+    """
+    clones, writes = _clones_are_kept.set(True), _writes_are_in_place.set(in_place)
     try:
         yield
     finally:
-        _clones_are_kept.reset(token)
+        _clones_are_kept.reset(clones)
+        _writes_are_in_place.reset(writes)
 
 
 def must_clone_bytes(buffer: torch.Tensor) -> bool:
     """Return whether a clone of a window of ``buffer`` must be computed on bytes."""
     return not _clones_are_kept.get() and isinstance(buffer, FunctionalTensor)
+
+
+def stays_a_byte_graph(buffer: torch.Tensor) -> bool:
+    """Return whether writes of ``buffer`` in the graph being traced stay functional ones."""
+    return not _writes_are_in_place.get() and isinstance(buffer, FunctionalTensor)
 
 
 def _refuse_mixed_inputs(fake: torch.Tensor) -> None:
