@@ -15,6 +15,7 @@ import torch.fx
 
 from aliasstorage._compat import OpOverload
 from aliasstorage.bufferize.custom_ops import MutatingCall, mutating_call
+from aliasstorage.bufferize.elementwise import reads_elementwise, writes_where_data_tells
 from aliasstorage.bufferize.plan import Plan, Read, Write, overlaps, plan
 from aliasstorage.bufferize.recognize import (
     BufferAccesses,
@@ -84,12 +85,20 @@ class Analysis:
         self.kept_by = self._find_masked_writes()
         self.reads = [*accesses.reads, *self._find_left_in_memory()]
         self.planned_reads = self._describe_reads()
-        planned_writes = [Write(w.version, w.window, self.position(w)) for w in accesses.writes]
+        planned_writes = [
+            Write(w.version, w.window, self.position(w), self._writes_in_order(w))
+            for w in accesses.writes
+        ]
         self.plan: Plan = plan(self.planned_reads, planned_writes, preferred_roots)
 
     def position(self, write: WriteNode) -> int:
         """Return where a write happens: at its scatter, or at the call that does it."""
         return self.order[self.called.get(write.node, write.node)]
+
+    def _writes_in_order(self, write: WriteNode) -> bool:
+        if write.node in self.called:
+            return False  # custom operations are not fused
+        return write.node not in self.in_place or not writes_where_data_tells(write.value)
 
     # --- in place or not ---
 
@@ -171,16 +180,24 @@ class Analysis:
     def _describe_reads(self) -> list[Read]:
         # An in-place operation happens at its scatter, whatever its functional form's place.
         moved = {w.value: w.node for w in self.accesses.writes if w.node in self.in_place}
+        ends = {node for w in self.accesses.writes for node in scatter_chain(w)}
+        ends.update(moved, self.calls)
         targets: dict[torch.fx.Node, set[int]] = {}
         for value, scatter in moved.items():
             targets.setdefault(value.args[0], set()).add(self.order[scatter])
         for node, call in self.calls.items():
             for base in call.windows.values():
                 targets.setdefault(base, set()).add(self.order[node])
-        return [self._describe(read, moved, targets.get(read.node, set())) for read in self.reads]
+        return [
+            self._describe(read, moved, targets.get(read.node, set()), ends) for read in self.reads
+        ]
 
     def _describe(
-        self, read: ReadNode, moved: dict[torch.fx.Node, torch.fx.Node], targets: set[int]
+        self,
+        read: ReadNode,
+        moved: dict[torch.fx.Node, torch.fx.Node],
+        targets: set[int],
+        ends: set[torch.fx.Node],
     ) -> Read:
         left = read in self.left_in_memory
         own_scatter = self.write_of(read).node if left else None
@@ -204,6 +221,7 @@ class Analysis:
             tuple(sorted(times_used)),
             frozenset(p for p in targets if times_used.get(p) == 1),
             escapes,
+            read.user is None and reads_elementwise(read.node, ends),
         )
 
 

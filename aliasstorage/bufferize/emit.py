@@ -39,6 +39,7 @@ class BufferEmitter:
         self.nodes = list(analysis.order)
         self.inputs: list[TypedInput] = []
         self.copy_of: dict[int, torch.fx.Node] = {}
+        self.now: dict[torch.fx.Node, torch.fx.Node] = {}  # what a read has become
         self.report = BufferReport(
             static_length(self.buffer),
             self.plan.roots,
@@ -105,6 +106,7 @@ class BufferEmitter:
                 read.user.replace_input_with(read.node, typed)
             else:
                 read.node.replace_all_uses_with(typed)
+                self.now[read.node] = typed
 
     def _emit_left_in_memory(self) -> None:
         """Let the other uses of a value that was written in place read it from memory."""
@@ -125,7 +127,7 @@ class BufferEmitter:
         caller = self.analysis.called.get(write.node)
         if caller is not None:
             return WriteReport(write.window, "in place", str(caller.args[0]))
-        value = write.value
+        value = self.now.get(write.value, write.value)
         operation = self.analysis.in_place.get(write.node)
         with self.graph.inserting_before(write.node):
             target = self._typed(write.window)

@@ -89,6 +89,9 @@ def register_inductor_lowerings() -> None:
     def lower_fence(windows: list[Any]) -> None:
         for window in windows:
             window.realize()
+            # What reads a window is computed before the fence. Left to the mutation that the
+            # fence declares, it would be computed right after it, and fused with a later write.
+            inductor_virtualized.V.graph.mark_buffer_mutated(window.get_name())
         Fence(windows)
 
     def lower_materialize(x: Any) -> Any:

@@ -30,6 +30,8 @@ class Read:
             that its old values are either kept or replaced there, never needed afterwards.
         escapes: Whether the values leave the program, as an output or saved for backward. An
             output must not alias the buffer: the next call overwrites it.
+        elementwise: Whether its values are used at the index where they stand, or at indices
+            that data tells. See Note [Reads that must not be fused with a write].
     """
 
     version: int
@@ -38,15 +40,24 @@ class Read:
     uses: tuple[int, ...]
     target_of: frozenset[int] = frozenset()
     escapes: bool = False
+    elementwise: bool = True
 
 
 @dataclass(frozen=True)
 class Write:
-    """A write that makes version ``version`` of the buffer out of the one before."""
+    """A write that makes version ``version`` of the buffer out of the one before.
+
+    Attributes:
+        version: The version that it makes.
+        window: What is written.
+        position: Where.
+        in_order: Whether the elements are written in order, not at indices that data tells.
+    """
 
     version: int
     window: AnyWindow
     position: int
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,36 +245,55 @@ def slice_of(window: Window, root: Window) -> Slice | None:
     return Slice(tuple(ranges), tuple(dims))
 
 
+@dataclass(frozen=True)
+class _Access:
+    """A use of a window at a position: ``exact`` if no loop with another access could be wrong."""
+
+    position: int
+    is_write: bool
+    root: int
+    window: AnyWindow
+    exact: bool
+
+    def conflicts(self, later: _Access) -> bool:
+        """Return whether a fence must keep a later access from this one."""
+        if not (self.is_write or later.is_write) or not overlaps(self.window, later.window):
+            return False
+        if self.root != later.root:
+            return True
+        # Accesses of one root are ordered by the compiler, which then may fuse them.
+        if not later.is_write or later.exact:
+            return False
+        return self.window != later.window or not (self.exact or self.is_write)
+
+
 def _fences(reads: Sequence[Read], writes: Sequence[Write], result: Plan) -> list[Fence]:
-    """Place fences between conflicting accesses that go through different roots."""
+    """Place fences between conflicting accesses."""
     copied = {copy.read: copy for copy in result.copies}
-    accesses: list[tuple[int, bool, AnyWindow]] = [
-        (write.position, True, write.window) for write in writes if write.window.numel
+    accesses = [
+        _Access(w.position, True, result.root_of[w.window], w.window, not w.in_order)
+        for w in writes
+        if w.window.numel
     ]
     for index, read in enumerate(reads):
         if not read.window.numel:
             continue
-        uses = read.uses
+        uses, exact = read.uses, read.elementwise
         if index in copied:
             # The copy reads; what remains is the use as the destination of an in-place write,
             # which is that write's own access.
-            uses = (copied[index].position,)
-        accesses += [(use, False, read.window) for use in uses]
-    accesses.sort(key=lambda access: access[:2])
+            uses, exact = (copied[index].position,), True
+        root = result.root_of[read.window]
+        accesses += [_Access(use, False, root, read.window, exact) for use in uses]
+    accesses.sort(key=lambda access: (access.position, access.is_write))
     class_of = {root: number for number, roots in enumerate(result.classes) for root in roots}
-    pending: dict[int, dict[tuple[int, bool, AnyWindow], None]] = {}
+    pending: dict[int, dict[_Access, None]] = {}
     fences: list[Fence] = []
-    for position, is_write, window in accesses:
-        root = result.root_of[window]
-        alias_class = class_of[root]
-        if len(result.classes[alias_class]) == 1:
-            continue
+    for access in accesses:
+        alias_class = class_of[access.root]
         earlier = pending.setdefault(alias_class, {})
-        if any(
-            other_root != root and (other_write or is_write) and overlaps(other, window)
-            for other_root, other_write, other in earlier
-        ):
-            fences.append(Fence(position, tuple(result.classes[alias_class])))
+        if any(other.position < access.position and other.conflicts(access) for other in earlier):
+            fences.append(Fence(access.position, tuple(result.classes[alias_class])))
             earlier.clear()
-        earlier[root, is_write, window] = None
+        earlier[access] = None
     return fences

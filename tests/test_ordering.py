@@ -1,0 +1,141 @@
+"""Reads and writes of one memory in an order that a fusing compiler may get wrong.
+
+CPU Inductor has orders of its own wrong on plain tensors (pytorch #139789, #196570, #198094,
+#198095, #198101, #198270): reads that move after a write of the same bytes, writes that depend on
+reads of shifted, flipped or gathered elements of their own target, and bytes viewed as bools.
+Each function here has one such dependency between windows of one storage.
+"""
+
+import pytest
+import torch
+
+import aliasstorage
+from aliasstorage import Window
+
+SLOTS, OTHER = torch.tensor([1, 3, 3, 0]), torch.tensor([0, 1, 2, 3])
+
+# a: float16 (8, 8); b: float32 (8, 4) over the same bytes; r: their bytes; f: bools over the
+# first half of them.
+WINDOWS = (
+    Window(torch.float16, (8, 8)),
+    Window(torch.float32, (8, 4)),
+    Window(torch.uint8, (8, 16)),
+    Window(torch.bool, (64,)),
+)
+
+
+def shift(a, b, r, f):
+    a[1:] = a[:-1].clone()
+    return b + 0
+
+
+def flip(a, b, r, f):
+    a.copy_(a.flip(0))
+    b.copy_(b.flip(1))
+
+
+def transpose(a, b, r, f):
+    a.copy_(a.t().clone())
+    return r.sum(dtype=torch.int64)
+
+
+def roll(a, b, r, f):
+    r.copy_(torch.roll(r, 3, 1))
+    a.copy_(torch.roll(a, 1, 0))
+
+
+def gather_from_the_target(a, b, r, f):
+    a[OTHER] = a[SLOTS]
+    b[OTHER + 4] = b[SLOTS] * 2
+
+
+def swap(a, b, r, f):
+    first, second = a[:4].clone(), a[4:].clone()
+    a[:4] = second
+    a[4:] = first
+    return first, b[0]
+
+
+def swap_across_dtypes(a, b, r, f):
+    first = a[0].view(torch.int16).clone()
+    a[0].view(torch.int16).copy_(b[7].view(torch.int16))
+    b[7].view(torch.int16).copy_(first)
+
+
+def read_between_two_writes(a, b, r, f):
+    a.add_(1)
+    x = b * 2
+    a.mul_(2)
+    y = b * 2
+    return x, y, a - 1
+
+
+def returned_before_and_after(a, b, r, f):
+    before = a + 0
+    r[0] = 1
+    after = a + 0
+    r[0] = 2
+    return before, after
+
+
+def running_sum(a, b, r, f):
+    b.copy_(b.cumsum(0))
+    for i in range(1, 4):
+        r[i] = r[i - 1] + r[i]
+
+
+def reduction_before_a_write_of_its_operand(a, b, r, f):
+    total = r.sum(dtype=torch.int64)
+    r.zero_()
+    return total, a.sum()
+
+
+def masked_by_itself(a, b, r, f):
+    r[r > 30] = 5
+    a.masked_fill_(a > 0.5, 0.25)
+    return r.sum(dtype=torch.int64)
+
+
+def bytes_as_bools(a, b, r, f):
+    r[0] = 2
+    chosen = torch.where(f.view(8, 8), 1, 0)
+    f.logical_not_()
+    return chosen, f.view(8, 8).sum(), r[:4] + 1
+
+
+def duplicate_slots(a, b, r, f):
+    a[torch.tensor([0, 0, 2])] = a[torch.tensor([5, 5, 6])]
+    b.index_add_(0, torch.tensor([1, 1]), b[:2].clone())
+
+
+def blocks(a, b, r, f):
+    a.view(4, 2, 8)[torch.tensor([0, 1])] = a.view(4, 2, 8)[torch.tensor([2, 3])]
+    r.view(4, 32)[3].copy_(r.view(4, 32)[0])
+
+
+FUNCTIONS = [value for value in list(globals().values()) if getattr(value, "__code__", None)]
+
+
+@pytest.mark.usefixtures("compiler_threads")
+@pytest.mark.parametrize("carrier", ["plain", "wrapped"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_inductor_keeps_the_order(function, carrier):
+    compiled = torch.compile(
+        function, backend="aliasstorage", options={"emulate_precision_casts": True}
+    )
+    with torch.no_grad():
+        for seed in (0, 1):
+            sides = []
+            for run in (function, compiled):
+                generator = torch.Generator().manual_seed(seed)
+                raw = torch.randint(0, 0x3F, (128,), dtype=torch.uint8, generator=generator)
+                args = [window.regenerate(raw) for window in WINDOWS]
+                if run is compiled and carrier == "wrapped":
+                    args = aliasstorage.wrap(args)
+                results = run(*args)
+                sides.append((raw, results if isinstance(results, tuple) else (results,)))
+            (want_raw, want), (raw, got) = sides
+            assert torch.equal(want_raw, raw)
+            for left, right in zip(want, got, strict=True):
+                if isinstance(left, torch.Tensor):
+                    torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
