@@ -1,7 +1,7 @@
 """Typed windows over one traceable byte buffer: mixed-dtype caches under `torch.compile`."""
 
 from aliasstorage import dispatch as _dispatch  # noqa: F401  (does the operations of AliasTensor)
-from aliasstorage import errors
+from aliasstorage import errors, layouts
 from aliasstorage.backend import backend
 from aliasstorage.errors import AliasStorageError
 from aliasstorage.explain import Explanation, explain
@@ -17,6 +17,7 @@ __all__ = [
     "Window",
     "AliasTensor",
     "ByteStorage",
+    "layouts",
     # Conversions
     "wrap",
     "unwrap",

@@ -12,6 +12,7 @@ __all__ = [
     "BackendUnsupportedError",
     "GradientWriteError",
     "InvalidWindowError",
+    "LayoutError",
     "MetadataMutationError",
     "MisalignedWindowError",
     "MixedAliasError",
@@ -71,6 +72,10 @@ class MisalignedWindowError(InvalidWindowError):
 
 class WindowOutOfBoundsError(AliasStorageError, IndexError):
     """A window reaches past the bytes of its buffer."""
+
+
+class LayoutError(AliasStorageError, ValueError):
+    """A layout whose parts do not fit: a page too small, a name twice, a storage too short."""
 
 
 class UnsupportedTensorError(AliasStorageError, TypeError):
