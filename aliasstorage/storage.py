@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 
+from aliasstorage.memory_map import MemoryMap, memory_map
 from aliasstorage.registry import byte_buffer
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.window import Window, check_strided, contiguous_stride, regenerate
@@ -93,6 +94,26 @@ class ByteStorage:
             # input for the storage. torch checks their bounds as it traces.
             return cast(AliasTensor, regenerate(self._root, dtype, size, stride, byte_offset))
         return AliasTensor(self.buffer, Window(dtype, tuple(size), tuple(stride), byte_offset))
+
+    def memory_map(
+        self,
+        windows: Mapping[str, Window | AliasTensor],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        cells: int = 64,
+    ) -> MemoryMap:
+        """Return which bytes the given windows cover: ``print`` it, or ``plot`` it.
+
+        Args:
+            windows: Windows by name: a `layouts.Layout`'s, or taken ones.
+            start: First byte to show.
+            stop: One past the last byte to show; the end of the storage when omitted. One page
+                shows more than a thousand.
+            cells: Characters in a line.
+        """
+        shown = {name: w if isinstance(w, Window) else w.window for name, w in windows.items()}
+        return memory_map(shown, start, self.nbytes if stop is None else stop, cells)
 
     def __repr__(self) -> str:
         return f"ByteStorage({self.nbytes} bytes on {self.buffer.device})"

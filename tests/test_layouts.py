@@ -205,3 +205,28 @@ def test_every_window_under_the_backend(name, carrier):
     for report in reports:
         assert report.reason is None
         assert all(window.nbytes <= report.nbytes // 2 for window, _ in report.copies)
+
+
+def test_memory_map_shows_pages_fields_overlays_and_padding():
+    geometry = GEOMETRIES["tiny"]
+    (layout,) = vllm.shared_by(geometry, blocks=4)
+    storage, windows = layout.allocate()
+    page = storage.memory_map(layout.windows, stop=geometry.page_bytes, cells=48)
+    lines = str(page).splitlines()
+    assert lines[0] == f"bytes [0, {geometry.page_bytes}), 64 to a cell"
+    assert lines[1].startswith("L3.k")
+    assert "█" * 24 + "·" * 24 in lines[1]
+    assert page.shared[0] == 4  # keys, and three layers' conv states
+    assert page.shared[-1] == 1  # only values reach the end of a page
+    states = {name: window for name, window in windows.items() if name[1] != "3"}
+    assert storage.memory_map(states, stop=geometry.page_bytes, cells=48).shared[-1] == 0
+    whole = storage.memory_map(windows, cells=4)
+    assert whole.cover["L0.conv"] == (0.125,) * 4
+
+
+def test_memory_map_plots():
+    pytest.importorskip("matplotlib").use("Agg")
+    layout = vllm.int8_per_token_head(2, 2, 2, 8)
+    storage, windows = layout.allocate()
+    axes = storage.memory_map(windows).plot()
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*windows, "padding"]
