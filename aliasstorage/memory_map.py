@@ -90,7 +90,7 @@ class MemoryMap:
                     hatch="////", lw=0,
                 )  # fmt: skip
         axes.set_yticks(range(len(self.cover) + 1), [*self.cover, "padding"])
-        axes.invert_yaxis()
+        axes.set_ylim(len(self.cover) + 0.6, -0.6)
         axes.set_xlim(self.start, self.stop)
         axes.set_xlabel("byte")
         handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
@@ -105,8 +105,8 @@ def memory_map(windows: Mapping[str, Window], start: int, stop: int, cells: int 
     """Return the map of the bytes from ``start`` up to ``stop``.
 
     >>> import torch
-    >>> windows = {"keys": Window(torch.float16, (8,)), "state": Window(torch.float32, (2,), None, 8)}
-    >>> print(memory_map(windows, 0, 24, cells=12))
+    >>> keys, state = Window(torch.float16, (8,)), Window(torch.float32, (2,), byte_offset=8)
+    >>> print(memory_map({"keys": keys, "state": state}, 0, 24, cells=12))
     bytes [0, 24), 2 to a cell
     keys    |████████····| torch.float16 [8]
     state   |····████····| torch.float32 [2]

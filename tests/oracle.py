@@ -238,7 +238,9 @@ def relations(results: Sequence[Any], args: Sequence[Any], buffers: Sequence[Any
             for index, buffer in enumerate(buffers)
             if buffer.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
         ]
-        window = (view.dtype, view.shape, view.stride(), view.storage_offset()) if inside else None
+        # The step of a dimension of extent 1 names no byte, and meta kernels choose another one.
+        stride = tuple(n for n, extent in zip(view.stride(), view.shape, strict=True) if extent > 1)
+        window = (view.dtype, view.shape, stride, view.storage_offset()) if inside else None
         described.append((same, inside, window if view.numel() else None))
     return described
 
