@@ -3,6 +3,7 @@
 from aliasstorage import dispatch as _dispatch  # noqa: F401  (does the operations of AliasTensor)
 from aliasstorage import errors, layouts
 from aliasstorage.backend import backend
+from aliasstorage.consolidate import consolidate_
 from aliasstorage.errors import AliasStorageError
 from aliasstorage.explain import Explanation, explain
 from aliasstorage.storage import ByteStorage
@@ -21,6 +22,7 @@ __all__ = [
     # Conversions
     "wrap",
     "unwrap",
+    "consolidate_",
     "wrap_module_",
     "unwrap_module_",
     # Compilation

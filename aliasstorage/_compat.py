@@ -192,6 +192,19 @@ def current_guards() -> Any:
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
+def _data_pointers_equal(
+    tensors: list[torch.Tensor], pointers: list[int], positions: list[int]
+) -> bool:
+    return list(map(torch.Tensor.data_ptr, tensors)) == pointers
+
+
+# Compares the data pointers of all tensors of a list with known ones. Builds with CUDA do it in
+# one call into C++.
+data_pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _data_pointers_equal
+)
+
+
 def source_scope(builder: Any) -> dict[str, Any]:
     """Return the names that a guard on source expressions may use, besides L."""
     names = import_module("torch._dynamo.guards")._get_closure_vars()

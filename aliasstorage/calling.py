@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from aliasstorage._compat import innermost_fn, storage_address
-from aliasstorage.guards import AliasGuard
+from aliasstorage.guards import AliasGuard, parameter_check
 from aliasstorage.merge import AliasedOutput, FromGraph, FromInput, MergedGraph
 from aliasstorage.registry import live_buffers, pinned_byte_buffer
 from aliasstorage.window import Window
@@ -42,7 +42,7 @@ def bind(
         merged: The merged graph, None when nothing was merged.
         longer: Whether the compiled graph takes a buffer that is longer than it was told.
     """
-    if merged is None and not guard.groups:
+    if merged is None and not guard.groups and not guard.parameters:
         return compiled
     # Dynamo never compiles the frames of the function returned here, and so none of what it
     # calls: the compiled graph's own wrapper to the same end is left out.
@@ -66,6 +66,7 @@ def bind(
         "compiled": call,
         "finish": finish,
         "otherwise": otherwise,
+        "unshared": parameter_check(),
         "shorten": shorten,
         "extents": [] if merged is None else merged.extents,
     }
@@ -85,9 +86,9 @@ def call_source(
 ) -> str:
     """Return the code of the function for a graph of ``count`` inputs.
 
-    It uses ``address``; ``buffers``, ``find`` and ``shorten`` for the buffer of a storage;
+    It uses ``buffers``, ``find`` and ``shorten`` for the buffer of a storage;
     ``extents``; ``compiled``; ``finish`` for outputs that alias a buffer, and ``otherwise`` for
-    inputs of another alias pattern.
+    inputs of another alias pattern, which it finds with ``address`` and ``unshared``.
     """
     names = [f"t{index}" for index in range(count)]
     everything = ", ".join(names)
@@ -95,11 +96,8 @@ def call_source(
     condition = guard.condition({index: names[index] for index in guard.tensors})
     if condition:
         lines += [f"    if not ({condition}):", f"        return otherwise({everything})"]
-    if merged is None:
-        lines.append(f"    return compiled({everything})")
-        return "\n".join(lines)
-    buffers = []
-    for number, storage in enumerate(merged.storages):
+    buffers: list[str] = []
+    for number, storage in enumerate([] if merged is None else merged.storages):
         member = next((m for m in storage.members if m.wrapped), storage.members[0])
         tensor, buffer = names[member.index], f"buffer{number}"
         buffers.append(buffer)
@@ -121,6 +119,17 @@ def call_source(
         if length is None and not longer:
             members = ", ".join(names[m.index] for m in storage.members)
             lines.append(f"    {buffer} = shorten({buffer}, {members})")
+    if guard.parameters:
+        parameters = ", ".join(names[index] for index in guard.parameters)
+        keys = "".join(f"key{number}, " for number in range(len(guard.groups)))
+        found = "".join(f"{buffer}, " for buffer in buffers)
+        lines += [
+            f"    if not unshared([{parameters}], ({keys}), ({found})):",
+            f"        return otherwise({everything})",
+        ]
+    if merged is None:
+        lines.append(f"    return compiled({everything})")
+        return "\n".join(lines)
     passed = [names[index] for index in merged.passed]
     if merged.extents:
         passed.append(f"*[extent(({everything},)) for extent in extents]")

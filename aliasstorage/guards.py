@@ -11,11 +11,17 @@ A call with another pattern runs the graph eagerly, which is right for every pat
 then on the pattern is also a guard of the frame. A guard written in Python costs several
 microseconds a call, so only frames pay for it that have met two patterns. Dynamo then compiles
 each new pattern once, and a known one finds its own graph.
+
+Note [Parameters stay where they are]
+A model's parameters are inputs of its graph, hundreds of them, and could be pointed at a cache's
+bytes like any tensor. Their data pointers are compared with those of the last call, all at once;
+only when one changed are they looked at one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +29,7 @@ import torch
 from aliasstorage._compat import (
     Guard,
     current_guards,
+    data_pointers_equal,
     source_name,
     source_scope,
     storage_address,
@@ -69,6 +76,8 @@ class AliasGuard:
         groups: Positions of the inputs to check, by storage: plain ones, and of the windows
             of a storage one, since Dynamo guards that they have one buffer. Empty when there
             is one storage with one such input.
+        parameters: Positions of the parameters that are alone in their storage, which are not
+            in ``groups``.
     """
 
     def __init__(
@@ -95,28 +104,36 @@ class AliasGuard:
             group.append(index)
             if offset >= 0 and index not in symbolic_offsets:
                 self._offsets[index] = offset
-        self.groups = list(groups.values())
+        self.parameters = [
+            group[0]
+            for group in groups.values()
+            if len(group) == 1 and isinstance(tensors[group[0]], torch.nn.Parameter)
+        ]
+        self.groups = [g for g in groups.values() if g[0] not in self.parameters]
         # Of windows, Dynamo guards the size of the buffer.
         plain = [
             group[0] for group in self.groups if not isinstance(tensors[group[0]], AliasTensor)
         ]
         self._lengths = {index: lengths[index] for index in plain if index in lengths}
-        if sum(map(len, self.groups)) < 2:
-            self.groups = []
+        if sum(map(len, self.groups)) + len(self.parameters) < 2:
+            self.groups, self.parameters = [], []
         elif (guards := current_guards()) is not None:
             guards.add(Guard(next(iter(sources.values())), self._remember))
 
-    def condition(self, names: Mapping[int, str]) -> str:
+    def condition(self, names: Mapping[int, str], alone: Sequence[int] = ()) -> str:
         """Return an expression that tells whether tensors have the pattern; "" if all do.
 
+        It assigns ``key0``, ``key1``, … the addresses of the storages.
+
         Args:
+            alone: Positions of more inputs, each in a storage of its own.
             names: For each position, the name of a variable that holds the tensor. The
                 expression also uses ``address``.
         """
         if not self.groups:
             return ""
         conditions, keys = [], []
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate([*self.groups, *([index] for index in alone)]):
             keys.append(f"(key{number} := address({names[group[0]]}))")
             conditions += [f"address({names[other]}) == key{number}" for other in group[1:]]
         distinct = f"len({{{', '.join(keys)}}}) == {len(keys)}" if len(keys) > 1 else keys[0]
@@ -149,9 +166,9 @@ class AliasGuard:
         It runs before the guards on the types of the inputs, so an expression may fail on
         inputs that another compiled graph is for; those are not this graph's.
         """
-        used = [index for group in self.groups for index in group]
+        used = [*(index for group in self.groups for index in group), *self.parameters]
         names = {index: f"t{index}" for index in used}
-        condition = self.condition(names)
+        condition = self.condition(names, self.parameters)
         for index, nbytes in self._lengths.items():
             condition += f" and t{index}.untyped_storage().nbytes() == {nbytes}"
         lines = ["def check(L):", "    try:"]
@@ -159,3 +176,34 @@ class AliasGuard:
         lines += [f"        return bool({condition})"]
         lines += ["    except failures:", "        return False"]
         return "\n".join(lines)
+
+
+def parameter_check() -> Callable[..., bool]:
+    """Return a function that tells whether parameters share memory with nothing else.
+
+    See Note [Parameters stay where they are]. It takes the parameters, the addresses of the
+    other inputs' storages, and the byte buffers.
+    """
+    # Replaced as a whole, since several threads may call one compiled function.
+    known: tuple[list[int], list[int], list[int], set[int]] = ([], [], [], set())
+
+    def check(
+        parameters: list[torch.Tensor], keys: Collection[int], buffers: Sequence[torch.Tensor]
+    ) -> bool:
+        nonlocal known
+        pointers, positions, in_order, addresses = known
+        if not pointers or not data_pointers_equal(parameters, pointers, positions):
+            pointers = [parameter.data_ptr() for parameter in parameters]
+            positions, in_order = list(range(len(parameters))), sorted(pointers)
+            addresses = set(map(storage_address, parameters))
+            known = (pointers, positions, in_order, addresses)
+        if len(addresses) != len(pointers) or not addresses.isdisjoint(keys):
+            return False
+        for buffer in buffers:
+            start = buffer.data_ptr()
+            next_one = bisect_left(in_order, start)
+            if next_one < len(in_order) and in_order[next_one] < start + buffer.numel():
+                return False
+        return True
+
+    return check

@@ -41,6 +41,7 @@ def test_no_import_goes_backwards():
         "storage",
         "layouts",
         "tree",
+        "consolidate",
         "bufferize",
         "mutations",
         "grouping",

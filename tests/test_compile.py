@@ -429,6 +429,31 @@ def test_a_second_alias_pattern_runs_eagerly_once_and_is_then_compiled():
     assert made == [1, 1, 2, 2, 2, 2]
 
 
+def test_a_parameter_that_is_pointed_at_a_cache():
+    """Parameters are compared with the last call's; one that moved is looked at."""
+    layer = torch.nn.Linear(8, 4, bias=False).requires_grad_(False)
+
+    def step(a, b, x):
+        a.add_(1)
+        b.mul_(2)
+        return layer(x).sum() + layer.weight[0, 0]
+
+    compiled = torch.compile(step, backend=aliasstorage.backend(inner="aot_eager"))
+    x = torch.ones(1, 8)
+    with torch.no_grad():
+        for kind in ("own", "own", "cache", "other", "cache", "own"):
+            outcomes = []
+            for run in (step, compiled):
+                buffer = torch.zeros(256, dtype=torch.uint8)
+                a, b = buffer[:128].view(torch.float16), buffer[128:].view(torch.float32)
+                weight = {"own": torch.ones(4, 8), "cache": b.view(4, 8)}.get(kind)
+                layer.weight.data = torch.full((4, 8), 3.0) if weight is None else weight
+                outcomes.append((run(a, b, x), buffer))
+            (want, want_buffer), (got, got_buffer) = outcomes
+            assert torch.equal(want, got), kind
+            assert torch.equal(want_buffer, got_buffer), kind
+
+
 class CompileCounter:
     """The backend, and how often it was asked."""
 
