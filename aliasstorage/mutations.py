@@ -58,12 +58,19 @@ def _targets(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         if name.endswith("_") and not name.endswith("__"):
             yield from _nodes(node.args[0])
     elif node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None:
-            if schema.is_mutable:
+        schemas = _schemas(node.target)
+        if schemas:
+            if any(schema.is_mutable for schema in schemas):
                 yield from _nodes((node.args, tuple(node.kwargs.values())))
         elif node.target in _IN_PLACE_OPERATORS or _named_in_place(node.target):
             yield from _nodes(node.args[:1])
+
+
+def _schemas(target: Any) -> list[Any]:
+    """Return the schemas of an operator, or of all overloads of one."""
+    if hasattr(target, "overloads"):
+        return [getattr(target, overload)._schema for overload in target.overloads()]
+    return [target._schema] if hasattr(target, "_schema") else []
 
 
 def _named_in_place(target: Any) -> bool:
