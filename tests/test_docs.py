@@ -8,18 +8,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.stem}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
-]
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 
 @pytest.mark.usefixtures("compiler_threads")
-@pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block, tmp_path):
-    path = tmp_path / "block.py"
-    path.write_text(block)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda p: p.stem)
+def test_blocks_run(page, tmp_path):
+    """One after the other, as a reader would."""
+    path = tmp_path / "page.py"
+    path.write_text("\n".join(blocks_of(page)))
     runpy.run_path(str(path))
 
 
