@@ -16,7 +16,8 @@ def backend(inner: str | CompilerFn = "inductor", **options: Any) -> CompilerFn:
 
     Args:
         inner: A backend's name, or a callable ``(graph_module, example_inputs) -> callable``.
-        options: ``bufferize=False`` keeps the byte graph as it is; all other options are
+        options: ``form`` is what ``inner`` is given: "windows", "bytes", "slices" or "arrays", see
+            `forms`; ``bufferize=False`` keeps the byte graph as it is. All other options are
             Inductor's, and need ``inner="inductor"``.
 
     Raises:

@@ -1,15 +1,9 @@
-"""Choose what an inner backend is handed, and drive it.
-
-Note [What form a backend is given]
-* ``windows``: Inductor and the aot_eager family are driven through AOTAutograd here. Windows are
-  traced as `AliasTensor`, and the byte graph is bufferized: typed windows, written in place.
-* ``bytes``: any other backend is handed plain torch operations on one byte buffer per storage:
-  as_strided, view and squeeze, and ordinary in-place operations on the result.
-"""
+"""Compile a merged graph with an inner backend, in the form that it is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +15,15 @@ from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.calling import bind
 from aliasstorage.errors import BackendUnsupportedError
+from aliasstorage.forms import AOT_EAGER, BACKEND_OPTIONS, Form, form_of
 from aliasstorage.grouping import MergedStorage, find_storages, static_window
 from aliasstorage.guards import AliasGuard
 from aliasstorage.merge import make_window, merge
+from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.tracing import for_own_backend
 from aliasstorage.window import Window, regenerate
 
-_OWN_OPTIONS = ("inner", "bufferize")
-_AOT_EAGER = ("aot_eager", "aot_eager_default_partitioner", "aot_eager_decomp_partition")
+_OWN_OPTIONS = ("inner", "bufferize", "form")
 
 Compiler = Callable[..., Callable[..., Any]]
 
@@ -44,7 +39,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Merge the inputs of each storage, and compile the result with the inner backend."""
     inner = options.get("inner", "inductor")
-    in_place = options.get("bufferize", True) and inner in ("inductor", *_AOT_EAGER)
+    form = form_of(inner, options.get("form"))
+    in_place = options.get("bufferize", True) and form in ("windows", "arrays")
     storages = find_storages(module.graph, example_inputs)
     roots = [
         window
@@ -52,7 +48,7 @@ def compile_graph(
         for member in storage.members
         if (window := static_window(member)) is not None
     ]
-    compiler = _inner_compiler(inner, options, mode, roots)
+    compiler = _inner_compiler(inner, form, options, mode, roots)
     guard = _alias_guard(module, example_inputs, storages)
     # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern
     # in the key, an entry made for other aliases is never found.
@@ -61,11 +57,17 @@ def compile_graph(
         original = _unchanged_copy(module)
         if not storages:
             return bind(compiler(module, example_inputs), original, guard, None)
-        traces_windows = inner in ("eager", "inductor", *_AOT_EAGER)
-        make = make_window if traces_windows else regenerate
-        merged = merge(module, example_inputs, storages, make)
+        merged = merge(module, example_inputs, storages, _MAKE[form])
         compiled = compiler(merged.module, merged.example_inputs)
         return bind(compiled, original, guard, merged, longer=in_place)
+
+
+_MAKE: dict[Form, Callable[..., torch.Tensor]] = {
+    "windows": make_window,
+    "arrays": make_window,
+    "bytes": regenerate,
+    "slices": regenerate_by_slices,
+}
 
 
 def _alias_guard(
@@ -97,26 +99,46 @@ def _unchanged_copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _inner_compiler(
-    inner: Any, options: dict[str, Any], mode: str | None, roots: Sequence[Window]
+    inner: Any, form: Form, options: dict[str, Any], mode: str | None, roots: Sequence[Window]
 ) -> Compiler:
     """Return ``(module, example_inputs) -> callable`` for an inner backend."""
     bufferize = options.get("bufferize", True)
     inner_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
-    if inner == "inductor":
+    if form == "windows" and inner == "inductor":
         return _inductor(inner_options, mode, bufferize, roots)
     if inner_options or mode not in (None, "default"):
         raise BackendUnsupportedError(
             "An option is only known to Inductor.",
             which=", ".join(inner_options) or f"mode={mode!r}",
             expected=f"one of {', '.join(_OWN_OPTIONS)}",
-            got=f"inner={inner!r}",
+            got=f"inner={inner!r}, form={form!r}",
             do="Bind other options to the inner backend with functools.partial.",
         )
-    if inner in _AOT_EAGER:
-        return _aot_eager(inner, bufferize, roots)
-    if isinstance(inner, str):
-        return _compat.lookup_backend(inner)
-    return inner
+    if form in ("windows", "arrays"):
+        arrays = form == "arrays"
+        if inner in AOT_EAGER:
+            return _through_aot(_compat.boxed_nop, inner, bufferize, roots, arrays)
+        compiler = _boxed(_lookup(inner))
+        return _through_aot(compiler, "aot_eager", bufferize, roots, arrays)
+    return _lookup(inner)
+
+
+def _lookup(inner: Any) -> Compiler:
+    if not isinstance(inner, str):
+        return inner
+    compiler = _compat.lookup_backend(inner)
+    options = BACKEND_OPTIONS.get(inner)
+    return partial(compiler, options=options) if options else compiler
+
+
+def _boxed(compiler: Compiler) -> Compiler:
+    """Return a compiler whose compiled functions take a list of arguments."""
+
+    def compile_boxed(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled = compiler(module, list(inputs))
+        return lambda arguments: compiled(*arguments)
+
+    return compile_boxed
 
 
 def _notify(reports: list[BufferReport], module: torch.fx.GraphModule) -> None:
@@ -157,15 +179,33 @@ def _inductor(
     return compile_with_inductor
 
 
-def _aot_eager(inner: str, bufferize: bool, roots: Sequence[Window]) -> Compiler:
+def _through_aot(
+    compile_aten: Compiler, inner: str, bufferize: bool, roots: Sequence[Window], arrays: bool
+) -> Compiler:
+    """Return a compiler that runs AOTAutograd as an aot_eager backend does.
+
+    Args:
+        compile_aten: ``(module, example_inputs) -> callable`` on a list, for ATen graphs.
+        inner: Whose partitioner and decompositions to take.
+        bufferize: Whether to write windows in place.
+        roots: See `plan.choose_roots`.
+        arrays: Whether to hand over copies of the windows.
+    """
+
     def compiler(
         module: torch.fx.GraphModule, inputs: Sequence[Any], static: Sequence[int]
     ) -> Callable[..., Any]:
-        return _compat.boxed_nop(module, inputs)
+        return compile_aten(module, inputs)
 
     def forward(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_bufferized(
-            module, inputs, compiler, roots, on_report=_notify, enabled=bufferize
+            module,
+            inputs,
+            compiler,
+            roots,
+            on_report=_notify,
+            enabled=bufferize or arrays,
+            as_arrays=arrays,
         )
 
     options: dict[str, Any] = {}

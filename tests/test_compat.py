@@ -42,6 +42,8 @@ def test_no_import_goes_backwards():
         "layouts",
         "tree",
         "consolidate",
+        "slices",
+        "forms",
         "bufferize",
         "mutations",
         "grouping",

@@ -12,6 +12,7 @@ import torch.fx
 from aliasstorage._compat import expression
 from aliasstorage.bufferize import ops
 from aliasstorage.bufferize.analyze import Analysis
+from aliasstorage.bufferize.arrays import check_separable, with_copies
 from aliasstorage.bufferize.emit import BufferEmitter, TypedInput, static_length
 from aliasstorage.bufferize.recognize import UnrecognizedError, byte_buffers, recognize, uses
 from aliasstorage.bufferize.report import BufferReport
@@ -82,6 +83,7 @@ def compile_bufferized(
     static_inputs: Sequence[int] = (),
     on_report: Callable[[list[BufferReport], torch.fx.GraphModule], None] | None = None,
     enabled: bool = True,
+    as_arrays: bool = False,
 ) -> Callable[..., Any]:
     """Bufferize a graph, if enabled, and compile it.
 
@@ -93,6 +95,10 @@ def compile_bufferized(
         static_inputs: Positions of inputs whose addresses do not change from call to call.
         on_report: Called with the reports and the rewritten graph.
         enabled: Whether to bufferize.
+        as_arrays: Whether the compiled graph is called with copies of the windows.
+
+    Raises:
+        BackendUnsupportedError: Windows share bytes, or are not recognized, and may not be copied.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     symbols = symbol_sources(placeholders)
@@ -115,10 +121,14 @@ def compile_bufferized(
     module.recompile()
     if on_report is not None and reports:
         on_report(reports, module)
+    if as_arrays:
+        check_separable(reports)
     if not roots and not lengths:
         return compiler(module, example_inputs, static_inputs)
     inputs = [example_inputs[i] for i in kept] + [item.node.meta["val"] for item in typed]
     static = [number for number, i in enumerate(kept) if i in static_inputs]
     static += [len(kept) + number for number, (i, _) in enumerate(roots) if i in static_inputs]
     compiled = compiler(module, inputs, static)
+    if as_arrays:
+        compiled = with_copies(compiled, len(kept))
     return with_typed_views(compiled, len(placeholders), kept, roots, symbols, lengths)
