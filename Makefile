@@ -3,6 +3,7 @@
 #   make test TORCH=2.14.1     the same with another torch release
 #   make test-slow             the rest of the Inductor matrix, and the long fuzz
 #   make fuzz COUNT=2000 SEED=1
+#   make test-backends         other backends and devices; what is not installable here is skipped
 #   make bench                 benchmarks, a few minutes
 
 TORCH ?= 2.13.0
@@ -14,7 +15,7 @@ VENV := .venv-$(TORCH)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint test-slow fuzz bench bench-full clean
+.PHONY: demo test lint test-slow test-backends fuzz bench bench-full clean
 
 # torch is pinned and installed first, so that nothing else can pull another build of it.
 $(READY): pyproject.toml
@@ -36,6 +37,16 @@ lint: $(READY)
 
 test-slow: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) -m slow
+
+# An environment of its own, for torch 2.13.0, which these packages are built for.
+.venv-backends/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-backends
+	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "setuptools>=77"
+	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,backends]"
+	touch $@
+
+test-backends: .venv-backends/.ready
+	.venv-backends/bin/python -m pytest -n $(WORKERS) tests/test_backends.py
 
 fuzz: $(READY)
 	$(RUN) -m tests.fuzz --count $(COUNT) --seed $(SEED)

@@ -15,7 +15,10 @@ Note [What form a backend is given]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, cast, get_args
+
+import torch
 
 from aliasstorage.errors import BackendUnsupportedError
 
@@ -36,6 +39,31 @@ _DEFAULTS: dict[Any, Form] = {
 BACKEND_OPTIONS: dict[str, dict[str, Any]] = {"openvino": {"aot_autograd": True}}
 
 
+# Forms in which a backend was found to be silently wrong, and dtypes of windows with which it
+# is, or crashes the process. They are refused by name.
+_WRONG_FORMS: dict[str, dict[Form, str]] = {
+    "openvino": {"windows": "it does not keep the order of reads and writes of shared bytes"},
+}
+_WRONG_DTYPES: dict[str, tuple[str, frozenset[torch.dtype]]] = {
+    "iree_turbine": ("it crashes the process", frozenset({torch.complex64, torch.complex128})),
+    "openvino": ("it is silently wrong", frozenset({torch.bool, torch.int64, torch.float64})),
+}
+
+
+def check_dtypes(inner: Any, dtypes: Iterable[torch.dtype]) -> None:
+    """Raise `BackendUnsupportedError` for windows that a backend is known to get wrong."""
+    reason, wrong = _WRONG_DTYPES.get(inner if isinstance(inner, str) else "", ("", frozenset()))
+    for dtype in dtypes:
+        if dtype in wrong:
+            raise BackendUnsupportedError(
+                "A backend cannot take windows of a dtype.",
+                which=f"inner={inner!r}",
+                expected=f"no windows of {', '.join(sorted(map(str, wrong)))}",
+                got=f"a window of {dtype}: {reason}",
+                do="Keep such tensors outside the function, or choose another backend.",
+            )
+
+
 def form_of(inner: Any, form: str | None) -> Form:
     """Return the form for an inner backend: the one asked for, or its default.
 
@@ -51,5 +79,14 @@ def form_of(inner: Any, form: str | None) -> Form:
             expected=f"one of {', '.join(get_args(Form))}",
             got=repr(form),
             do="See docs/backends.md for what each form needs from a backend.",
+        )
+    reason = _WRONG_FORMS.get(inner if isinstance(inner, str) else "", {}).get(cast(Form, form))
+    if reason is not None:
+        raise BackendUnsupportedError(
+            "A backend cannot be given this form.",
+            which=f"inner={inner!r}",
+            expected=f"another form than {form!r}",
+            got=f"form={form!r}, where {reason}",
+            do="Leave form out; each backend has a default.",
         )
     return cast(Form, form)

@@ -15,7 +15,7 @@ from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.calling import bind
 from aliasstorage.errors import BackendUnsupportedError
-from aliasstorage.forms import AOT_EAGER, BACKEND_OPTIONS, Form, form_of
+from aliasstorage.forms import AOT_EAGER, BACKEND_OPTIONS, Form, check_dtypes, form_of
 from aliasstorage.grouping import MergedStorage, find_storages, static_window
 from aliasstorage.guards import AliasGuard
 from aliasstorage.merge import make_window, merge
@@ -48,6 +48,7 @@ def compile_graph(
         for member in storage.members
         if (window := static_window(member)) is not None
     ]
+    check_dtypes(inner, (member.dtype for storage in storages for member in storage.members))
     compiler = _inner_compiler(inner, form, options, mode, roots)
     guard = _alias_guard(module, example_inputs, storages)
     # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern

@@ -329,7 +329,9 @@ def _is_refusal(error: Exception) -> bool:
     # Stock torch raises these for a custom operation on a view of a plain input that nothing else
     # shares a storage with; its decomposition of index_fill checks indices of empty dimensions.
     texts = ("out of bounds for storage of size", "out of bounds for dimension with size 0")
-    return any(text in str(error) for text in texts) or isinstance(inner, aliasstorage.AliasStorageError)
+    return any(text in str(error) for text in texts) or isinstance(
+        inner, aliasstorage.AliasStorageError
+    )
 
 
 def run(count: int, seed: int, configurations: tuple[str, ...]) -> None:
