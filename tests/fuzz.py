@@ -43,8 +43,6 @@ CONFIGURATIONS = {
     "in place, wrapped": ("aot_eager", "wrapped", True),
     "in place, plain": ("aot_eager", "plain", True),
     "in place, mixed": ("aot_eager", "mixed", True),
-    "decomposed, wrapped": ("aot_eager_decomp_partition", "wrapped", True),
-    "decomposed, plain": ("aot_eager_decomp_partition", "plain", True),
     "bytes, plain": ("aot_eager", "plain", False),
     "bytes, wrapped": ("aot_eager", "wrapped", False),
 }
