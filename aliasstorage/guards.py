@@ -130,10 +130,11 @@ class AliasGuard:
             names: For each position, the name of a variable that holds the tensor. The
                 expression also uses ``address``.
         """
-        if not self.groups:
+        groups = [*self.groups, *([index] for index in alone)]
+        if not groups:
             return ""
         conditions, keys = [], []
-        for number, group in enumerate([*self.groups, *([index] for index in alone)]):
+        for number, group in enumerate(groups):
             keys.append(f"(key{number} := address({names[group[0]]}))")
             conditions += [f"address({names[other]}) == key{number}" for other in group[1:]]
         distinct = f"len({{{', '.join(keys)}}}) == {len(keys)}" if len(keys) > 1 else keys[0]

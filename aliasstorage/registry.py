@@ -98,13 +98,8 @@ def pinned_byte_buffer(tensor: torch.Tensor) -> torch.Tensor:
     buffer object, and with it the typed views that were made of it. The tensor holds the
     storage anyway.
     """
-    buffer = _pinned.get(tensor)
-    if (
-        buffer is None
-        or storage_address(buffer) != storage_address(tensor)
-        or buffer.numel() != tensor.untyped_storage().nbytes()
-    ):
-        buffer = byte_buffer(tensor)
+    buffer = byte_buffer(tensor)
+    if _pinned.get(tensor) is not buffer:
         _pinned.set(tensor, buffer)
     return buffer
 

@@ -20,6 +20,15 @@ import torch
 
 import aliasstorage
 
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 Step = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
@@ -29,12 +38,7 @@ def qwen3_next(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
     torch.manual_seed(0)
     config = Qwen3NextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIZES,
         head_dim=16,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -53,12 +57,7 @@ def lfm2(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
     torch.manual_seed(0)
     config = Lfm2Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIZES,
         layer_types=["conv", "conv", "full_attention", "conv"],
     )
     return Lfm2ForCausalLM(config).to(dtype).eval()
