@@ -19,7 +19,13 @@ from aliasstorage._compat import (
     run_eagerly,
 )
 from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
-from aliasstorage.moves import is_move, on_integers
+from aliasstorage.moves import (
+    accumulate_on_copy,
+    is_accumulation,
+    is_move,
+    loses_bits,
+    on_integers,
+)
 from aliasstorage.schemas import OpInfo, op_info
 from aliasstorage.tensor import AliasTensor, set_dispatch
 from aliasstorage.window import regenerate
@@ -126,11 +132,15 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     target = info.mutated[0].get(args, kwargs)
     if (
         type(target) is AliasTensor
+        and loses_bits(target.dtype)
         and tracing.stays_a_byte_graph(target._buffer)
-        and is_move(func, typed_args, typed_kwargs)
     ):
         # See Note [Moves are done on integers].
-        typed_args, typed_kwargs = on_integers(func, typed_args, typed_kwargs)
+        if is_move(func, typed_args, typed_kwargs):
+            typed_args, typed_kwargs = on_integers(func, typed_args, typed_kwargs)
+        elif is_accumulation(func, typed_args, typed_kwargs):
+            accumulate_on_copy(func, typed_args, typed_kwargs)
+            return target
     eager_outs = [entry for entry in outs if not tracing.is_traced(entry[1]._buffer)]
     for argument, out in eager_outs:
         # torch would resize an out= tensor of another shape; let it resize a scratch tensor.

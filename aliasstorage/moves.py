@@ -1,11 +1,13 @@
-"""Writes that move values without computing, done on integers of the same size.
+"""Writes on byte graphs that keep every bit of the elements they do not write.
 
 Note [Moves are done on integers]
 A functional graph writes a few elements of a window by making all of the window's values anew.
 For 16-bit floats and smaller, and for bools, the kernels that keep the other values change the
 bits of NaNs and of bools other than 0 and 1: eager ATen's some of them, CPU Inductor's all.
-Where a byte graph is the final form, on the stock path, such a write is therefore traced on the
-integer view of the window. Where writes become in-place ones, they touch nothing else anyway.
+Where a byte graph is the final form, on the stock path, a write that only moves values is
+therefore traced on the integer view of the window; one that computes them (an accumulation) is
+computed on a copy, of which the elements that it reaches are moved. Where writes become in-place
+ones, they touch nothing else anyway.
 """
 
 from __future__ import annotations
@@ -37,15 +39,16 @@ _MOVED = {
 _INTEGER = {1: torch.uint8, 2: torch.int16}
 
 
+def loses_bits(dtype: torch.dtype) -> bool:
+    """Return whether functional kernels may change the bits of values that they keep."""
+    return dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize <= 2)
+
+
 def is_move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an in-place operation only moves values into its first argument."""
-    if func not in _MOVED or args[0].dtype.itemsize > 2:
+    if func not in _MOVED or _accumulates(func, args, kwargs):
         return False
     dtype = args[0].dtype
-    if dtype != torch.bool and not dtype.is_floating_point:
-        return False
-    if func is aten.index_put_.default and (args[3] if len(args) > 3 else kwargs.get("accumulate")):
-        return False
     value = _moved(func).get(args, kwargs)
     if isinstance(value, torch.Tensor):
         return value.dtype == dtype or func in _CONVERTING
@@ -83,6 +86,47 @@ def on_integers(
     else:
         kwargs = {**kwargs, argument.name: value}
     return tuple(replaced), kwargs
+
+
+# For each operation that computes some elements, how the same operation marks them with True.
+_REACHED = {
+    aten.index_add_.default: aten.index_fill.int_Scalar,
+    aten.index_reduce_.default: aten.index_fill.int_Scalar,
+    aten.index_put_.default: aten.index_put.default,
+    aten.scatter_.reduce: aten.scatter.value,
+    aten.scatter_.value_reduce: aten.scatter.value,
+    aten.scatter_add_.default: aten.scatter.value,
+    aten.scatter_reduce_.two: aten.scatter.value,
+}
+
+
+def is_accumulation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an in-place operation computes some elements of its first argument."""
+    if func is aten.index_put_.default:
+        return _accumulates(func, args, kwargs)
+    return func in _REACHED
+
+
+def accumulate_on_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Do an accumulation on typed tensors, and keep the bits of all other elements."""
+    target, *rest = args
+    computed = target.clone()
+    func(computed, *rest, **kwargs)
+    nothing = torch.zeros_like(target, dtype=torch.bool)
+    if func is aten.index_put_.default:
+        true = torch.ones((), dtype=torch.bool, device=target.device)
+        reached = aten.index_put.default(nothing, rest[0], true)
+    else:
+        dim, index = (argument.get(args, kwargs) for argument in op_info(func).arguments[1:3])
+        reached = _REACHED[func](nothing, dim, index, True)
+    integers = target.view(_INTEGER[target.dtype.itemsize])
+    integers.copy_(torch.where(reached, computed.view(integers.dtype), integers))
+
+
+def _accumulates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func is not aten.index_put_.default:
+        return False
+    return bool(args[3] if len(args) > 3 else kwargs.get("accumulate"))
 
 
 def _moved(func: Any) -> Argument:
