@@ -6,6 +6,7 @@ from aliasstorage.backend import backend
 from aliasstorage.consolidate import consolidate_
 from aliasstorage.errors import AliasStorageError
 from aliasstorage.explain import Explanation, explain
+from aliasstorage.recorder import RecordedGraph, Recorder
 from aliasstorage.storage import ByteStorage
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.tree import unwrap, unwrap_module_, wrap, wrap_module_
@@ -29,6 +30,8 @@ __all__ = [
     "backend",
     "explain",
     "Explanation",
+    "Recorder",
+    "RecordedGraph",
     # Errors
     "AliasStorageError",
     "errors",

@@ -6,6 +6,7 @@ Beside each name stands what it is for; all of them exist in torch 2.13.0 and 2.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import FunctionType
@@ -139,6 +140,14 @@ def is_compile_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
+def is_describing() -> bool:
+    """Return whether the caller's caller describes a tensor in order to fake it.
+
+    Outside a compilation, `torch.export` and ``FakeTensorMode.from_tensor`` do that.
+    """
+    return sys._getframe(2).f_code.co_name == "describe_tensor"
+
+
 def functional_value(tensor: FunctionalTensor) -> torch.Tensor:
     """Return the tensor a functional wrapper currently stands for."""
     return torch._from_functional_tensor(tensor.elem)
@@ -180,6 +189,12 @@ def storage_key(tensor: torch.Tensor) -> int:
 def ambient_fake_mode() -> Any:
     """Return the fake mode of the compilation in progress."""
     return TracingContext.get().fake_mode
+
+
+def fake_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the fake tensor that stands for a real one in the trace in progress, if any."""
+    mode = import_module("torch._guards").detect_fake_mode()
+    return None if mode is None else mode.fake_tensor_converter._get_memo(tensor)
 
 
 def current_guards() -> Any:

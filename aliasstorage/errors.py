@@ -104,3 +104,7 @@ class MixedAliasError(AliasStorageError, RuntimeError):
 
 class BackendUnsupportedError(AliasStorageError, RuntimeError):
     """A compile backend or an option that this library cannot drive."""
+
+
+class ExportError(AliasStorageError, RuntimeError):
+    """`torch.export` was given a window, or a storage whose bytes are not the module's."""

@@ -81,8 +81,8 @@ def explain(
     >>> report = aliasstorage.explain(step)(raw.view(torch.float16), raw.view(torch.float32)[:4])
     >>> print(report)
     graph 0, a byte buffer of 64 bytes: 2 windows in 1 alias class
-      [0] torch.float16 (32,) at byte 0, with [1]
-      [1] torch.float32 (4,) at byte 0, with [0]
+      [0] a: torch.float16 (32,) at byte 0, with [1]
+      [1] b: torch.float32 (4,) at byte 0, with [0]
       computed into place  aten.add.Tensor -> [1]
       fences: 1
       copies: none
@@ -94,14 +94,15 @@ def explain(
         explanation = Explanation()
 
         def listen(reports: list[BufferReport], module: torch.fx.GraphModule) -> None:
-            explanation.graphs.append(GraphReport(reports, module.code))
+            if reports:
+                explanation.graphs.append(GraphReport(reports, module.code))
 
         compiled = torch.compile(function, backend=backend(inner=inner, **options))
-        lowering.report_listeners.append(listen)
+        lowering.graph_listeners.append(listen)
         try:
             explanation.result = compiled(*args, **kwargs)
         finally:
-            lowering.report_listeners.remove(listen)
+            lowering.graph_listeners.remove(listen)
         return explanation
 
     return run
@@ -119,7 +120,7 @@ def _describe(number: int, report: BufferReport) -> str:
     for index, root in enumerate(report.roots):
         others = [f"[{other}]" for other in class_of[index] if other != index]
         shares = f", with {' '.join(others)}" if others else ""
-        lines.append(f"  [{index}] {_window(root)}{shares}")
+        lines.append(f"  [{index}] {report.names[index]}: {_window(root)}{shares}")
     width = len("computed into place")
     for write in report.writes:
         place = f"[{report.roots.index(write.window)}]" if write.window in report.roots else ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,13 @@ from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.tracing import for_own_backend
 from aliasstorage.window import Window, regenerate
 
-_OWN_OPTIONS = ("inner", "bufferize", "form")
+_OWN_OPTIONS = ("inner", "bufferize", "form", "decompositions")
 
 Compiler = Callable[..., Callable[..., Any]]
 
-# Called with the reports and the graph of each bufferized graph; `explain` listens here.
-report_listeners: list[Callable[[list[BufferReport], torch.fx.GraphModule], None]] = []
+# Called with each graph that is handed to an inner backend, and the reports on its buffers;
+# `explain` and `Recorder` listen here.
+graph_listeners: list[Callable[[list[BufferReport], torch.fx.GraphModule], None]] = []
 
 
 def compile_graph(
@@ -42,12 +44,7 @@ def compile_graph(
     form = form_of(inner, options.get("form"))
     in_place = options.get("bufferize", True) and form in ("windows", "arrays")
     storages = find_storages(module.graph, example_inputs)
-    roots = [
-        window
-        for storage in storages
-        for member in storage.members
-        if (window := static_window(member)) is not None
-    ]
+    roots = _named_windows(storages)
     check_dtypes(inner, (member.dtype for storage in storages for member in storage.members))
     compiler = _inner_compiler(inner, form, options, mode, roots)
     guard = _alias_guard(module, example_inputs, storages)
@@ -59,6 +56,8 @@ def compile_graph(
         if not storages:
             return bind(compiler(module, example_inputs), original, guard, None)
         merged = merge(module, example_inputs, storages, _MAKE[form])
+        if form in ("bytes", "slices"):
+            _notify([], merged.module)
         compiled = compiler(merged.module, merged.example_inputs)
         return bind(compiled, original, guard, merged, longer=in_place)
 
@@ -69,6 +68,18 @@ _MAKE: dict[Form, Callable[..., torch.Tensor]] = {
     "bytes": regenerate,
     "slices": regenerate_by_slices,
 }
+
+
+def _named_windows(storages: Sequence[MergedStorage]) -> dict[Window, str]:
+    """Return the windows that the function takes, and a name for each, from its source."""
+    names: dict[Window, str] = {}
+    for storage in storages:
+        for member in storage.members:
+            window = static_window(member)
+            if window is not None and window not in names:
+                source = _compat.source_name(member.node._dynamo_source)
+                names[window] = re.sub(r"\W+", "_", source.removeprefix("L")).strip("_")
+    return names
 
 
 def _alias_guard(
@@ -100,11 +111,21 @@ def _unchanged_copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _inner_compiler(
-    inner: Any, form: Form, options: dict[str, Any], mode: str | None, roots: Sequence[Window]
+    inner: Any, form: Form, options: dict[str, Any], mode: str | None, roots: Mapping[Window, str]
 ) -> Compiler:
     """Return ``(module, example_inputs) -> callable`` for an inner backend."""
     bufferize = options.get("bufferize", True)
     inner_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
+    decompositions = options.get("decompositions")
+    drives_aot = form in ("windows", "arrays") and inner != "inductor"
+    if decompositions is not None and not drives_aot:
+        raise BackendUnsupportedError(
+            "Decompositions are only applied where this library drives AOTAutograd.",
+            which="decompositions",
+            expected='form="windows" or form="arrays", with another inner backend than Inductor',
+            got=f"inner={inner!r}, form={form!r}",
+            do="Leave decompositions out; the inner backend applies its own.",
+        )
     if form == "windows" and inner == "inductor":
         return _inductor(inner_options, mode, bufferize, roots)
     if inner_options or mode not in (None, "default"):
@@ -115,13 +136,20 @@ def _inner_compiler(
             got=f"inner={inner!r}, form={form!r}",
             do="Bind other options to the inner backend with functools.partial.",
         )
-    if form in ("windows", "arrays"):
-        arrays = form == "arrays"
-        if inner in AOT_EAGER:
-            return _through_aot(_compat.boxed_nop, inner, bufferize, roots, arrays)
-        compiler = _boxed(_lookup(inner))
-        return _through_aot(compiler, "aot_eager", bufferize, roots, arrays)
-    return _lookup(inner)
+    if not drives_aot:
+        return _lookup(inner)
+    named = inner if isinstance(inner, str) and inner in AOT_EAGER else None
+    if named is None and not isinstance(inner, str):
+        # An engine's compiler may hand pieces of the graph to Inductor.
+        ops.register_inductor_lowerings()
+    return _through_aot(
+        _boxed(_lookup(inner)) if named is None else _compat.boxed_nop,
+        named or "aot_eager",
+        bufferize,
+        roots,
+        arrays=form == "arrays",
+        decompositions=decompositions,
+    )
 
 
 def _lookup(inner: Any) -> Compiler:
@@ -143,12 +171,12 @@ def _boxed(compiler: Compiler) -> Compiler:
 
 
 def _notify(reports: list[BufferReport], module: torch.fx.GraphModule) -> None:
-    for listener in report_listeners:
+    for listener in graph_listeners:
         listener(reports, module)
 
 
 def _inductor(
-    options: dict[str, Any], mode: str | None, bufferize: bool, roots: Sequence[Window]
+    options: dict[str, Any], mode: str | None, bufferize: bool, roots: Mapping[Window, str]
 ) -> Compiler:
     patches = dict(options)
     if mode not in (None, "default"):
@@ -181,7 +209,12 @@ def _inductor(
 
 
 def _through_aot(
-    compile_aten: Compiler, inner: str, bufferize: bool, roots: Sequence[Window], arrays: bool
+    compile_aten: Compiler,
+    inner: str,
+    bufferize: bool,
+    roots: Mapping[Window, str],
+    arrays: bool,
+    decompositions: dict[Any, Callable[..., Any]] | None,
 ) -> Compiler:
     """Return a compiler that runs AOTAutograd as an aot_eager backend does.
 
@@ -191,6 +224,7 @@ def _through_aot(
         bufferize: Whether to write windows in place.
         roots: See `plan.choose_roots`.
         arrays: Whether to hand over copies of the windows.
+        decompositions: What to take operations apart with, instead of what ``inner`` does.
     """
 
     def compiler(
@@ -212,7 +246,9 @@ def _through_aot(
     options: dict[str, Any] = {}
     if inner != "aot_eager_default_partitioner":
         options["partition_fn"] = _compat.min_cut_rematerialization_partition
-    if inner == "aot_eager_decomp_partition":
+    if decompositions is not None:
+        options["decompositions"] = decompositions
+    elif inner == "aot_eager_decomp_partition":
         options["decompositions"] = _compat.select_decomp_table
     compile_with_aot_eager = _compat.aot_autograd(
         fw_compiler=forward, bw_compiler=forward, keep_inference_input_mutations=True, **options

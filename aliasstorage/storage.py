@@ -7,9 +7,12 @@ from typing import cast
 
 import torch
 
+from aliasstorage._compat import fake_of
+from aliasstorage.errors import ExportError
 from aliasstorage.memory_map import MemoryMap, memory_map
 from aliasstorage.registry import byte_buffer
 from aliasstorage.tensor import AliasTensor
+from aliasstorage.tracing import is_traced
 from aliasstorage.window import Window, check_strided, contiguous_stride, regenerate
 
 
@@ -17,7 +20,8 @@ class ByteStorage:
     """A storage of bytes from which typed windows are taken.
 
     Windows may be taken eagerly and passed to compiled functions, or taken inside a compiled
-    function, where the storage is then one graph input however many windows there are.
+    function, where the storage is then one graph input however many windows there are. A module
+    that is exported registers ``storage.buffer`` as a buffer of its own.
 
     >>> import torch, aliasstorage
     >>> storage = aliasstorage.ByteStorage.zeros(64)
@@ -29,7 +33,10 @@ class ByteStorage:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         """Take windows of a byte buffer; use `zeros`, `empty` or `adopt` to make one."""
-        self._root = AliasTensor(buffer, Window(torch.uint8, (buffer.numel(),)))
+        self._buffer, self._root = buffer, buffer
+        if not torch.compiler.is_compiling():
+            self._root = AliasTensor(buffer, Window(torch.uint8, (buffer.numel(),)))
+            self._buffer = self._root.buffer
 
     @classmethod
     def zeros(cls, nbytes: int, *, device: torch.device | str | None = None) -> ByteStorage:
@@ -55,13 +62,15 @@ class ByteStorage:
         """
         if isinstance(tensor, AliasTensor):
             return cls(tensor.buffer)
+        if torch.compiler.is_compiling():
+            return cls(tensor)
         check_strided(tensor)
         return cls(byte_buffer(tensor))
 
     @property
     def buffer(self) -> torch.Tensor:
         """The byte buffer: a plain 1-D contiguous ``uint8`` tensor, the whole storage."""
-        return self._root.buffer
+        return self._buffer
 
     @property
     def nbytes(self) -> int:
@@ -89,11 +98,34 @@ class ByteStorage:
             WindowOutOfBoundsError: The window reaches past the storage.
         """
         stride = contiguous_stride(size) if stride is None else stride
+        if torch.compiler.is_exporting():
+            return cast(AliasTensor, regenerate(self._exported(), dtype, size, stride, byte_offset))
         if torch.compiler.is_compiling():
             # Views of the one window over everything, so that the compiled function has one
             # input for the storage. torch checks their bounds as it traces.
             return cast(AliasTensor, regenerate(self._root, dtype, size, stride, byte_offset))
         return AliasTensor(self.buffer, Window(dtype, tuple(size), tuple(stride), byte_offset))
+
+    def _exported(self) -> torch.Tensor:
+        """Return the byte buffer as `torch.export` knows it: windows are plain views of it there.
+
+        Raises:
+            ExportError: The buffer is not one of the exported module's.
+        """
+        if torch.compiler.is_dynamo_compiling() or is_traced(self._buffer):
+            return self._buffer
+        # Export without Dynamo runs the module on fakes of its parameters and buffers; this
+        # storage still holds the real ones.
+        fake = fake_of(self._buffer)
+        if fake is None:
+            raise ExportError(
+                "An exported module uses a storage whose bytes are not among its buffers.",
+                which=repr(self),
+                expected="the storage's bytes as a buffer of the module",
+                got="a storage that torch.export would take for a constant",
+                do='Call self.register_buffer("cache", storage.buffer) where the module is made.',
+            )
+        return fake
 
     def memory_map(
         self,

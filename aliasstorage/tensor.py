@@ -21,9 +21,11 @@ from aliasstorage._compat import (
     FunctionalTensor,
     disabled_torch_function,
     is_compile_tracing,
+    is_describing,
     run_eagerly,
 )
 from aliasstorage.errors import (
+    ExportError,
     MetadataMutationError,
     RequiresGradError,
     UnsupportedTensorError,
@@ -106,6 +108,8 @@ class AliasTensor(torch.Tensor):
         byte_offset: int,
     ) -> AliasTensor:
         """Return a wrapper over a traced buffer; sizes may be symbolic."""
+        if torch.compiler.is_exporting():
+            raise _export_error(dtype, size)
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
@@ -155,6 +159,8 @@ class AliasTensor(torch.Tensor):
         """Return the plain typed view that this window is."""
         if self._plain is not None:
             return self._plain
+        if torch.compiler.is_exporting():
+            raise _export_error(self.dtype, self.shape)
         dtype, offset = self.dtype, self._byte_offset
         plain = regenerate(self._buffer, dtype, self.shape, self.stride(), offset)
         if isinstance(self._buffer, FunctionalTensor):
@@ -269,7 +275,7 @@ class AliasTensor(torch.Tensor):
         subclasses that share one. While they trace, each window thus answers with a storage of
         its own; that windows share bytes is said by their common buffer.
         """
-        if is_compile_tracing() and not tracing.is_traced(self._buffer):
+        if (is_compile_tracing() or is_describing()) and not tracing.is_traced(self._buffer):
             if self._tracing_storage is None:
                 nbytes = max(1, self._buffer.numel())
                 self._tracing_storage = torch.UntypedStorage(nbytes, device="meta")
@@ -374,6 +380,19 @@ def _check_buffer(buffer: torch.Tensor) -> None:
             f"storage offset {buffer.storage_offset()}",
             do="Use aliasstorage.ByteStorage.adopt(tensor), or aliasstorage.wrap(view).",
         )
+
+
+def _export_error(dtype: torch.dtype, size: Sequence[int]) -> ExportError:
+    # A program that is saved and loaded has a storage for each of its tensors, so that what one
+    # window writes would no longer be seen through another.
+    return ExportError(
+        "A window cannot be an input or a buffer of an exported program.",
+        which=f"{dtype} window of size {tuple(size)}",
+        expected="the storage's bytes as one buffer of the module",
+        got="a window, which torch.export would save as a tensor of its own",
+        do="Register storage.buffer as a buffer, and take windows in forward: "
+        "ByteStorage.adopt(self.cache).window(...).",
+    )
 
 
 def _refuse_grad() -> NoReturn:

@@ -12,6 +12,8 @@ import aliasstorage
 from aliasstorage import errors, testing
 from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.window import regenerate
+from examples import piecewise_backend
+from examples.piecewise_backend import compile_piecewise
 from tests.test_layouts import DTYPES, TABLES
 
 CASES = set(testing.CASES)
@@ -85,6 +87,40 @@ def test_a_callable_on_aten_graphs():
     (graph,) = graphs
     dtypes = {n.meta["val"].dtype for n in graph.graph.find_nodes(op="placeholder")}
     assert dtypes == {torch.float16, torch.float32}
+
+
+def test_an_engines_piecewise_backend():
+    raw = torch.randint(0, 256, (1 << 14,), dtype=torch.uint8)
+    expected = raw.clone()
+    compiled, engine = compile_piecewise(piecewise_backend.step)
+    with torch.no_grad():
+        for token in range(3):
+            x, slot = torch.randn(1, piecewise_backend.HIDDEN), torch.tensor([token])
+            want = piecewise_backend.step(x, *piecewise_backend.windows(expected), slot)
+            got = compiled(x, *piecewise_backend.windows(raw), slot)
+            torch.testing.assert_close(got, want)
+    assert engine.pieces == [True, False, True]
+    assert torch.equal(raw, expected)
+
+
+def test_decompositions_are_the_callers():
+    graphs = aliasstorage.Recorder(
+        lambda module, inputs: module,
+        form="windows",
+        decompositions={torch.ops.aten.silu.default: lambda x: x * torch.sigmoid(x)},
+    )
+    raw = torch.zeros(64, dtype=torch.uint8)
+
+    def step(a, b):
+        return b.copy_(torch.nn.functional.silu(a).float())
+
+    torch.compile(step, backend=graphs)(raw[:32].view(torch.float16), raw.view(torch.float32))
+    assert "sigmoid" in str(graphs)
+    assert "silu" not in str(graphs).replace("functional.silu", "")
+    with pytest.raises(Exception, match="Decompositions are only applied"):
+        torch.compile(step, backend=aliasstorage.backend("inductor", decompositions={}))(
+            raw[:32].view(torch.float16), raw.view(torch.float32)
+        )
 
 
 def test_unknown_forms_and_known_faults_are_refused():

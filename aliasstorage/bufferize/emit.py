@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,10 @@ class TypedInput:
 class BufferEmitter:
     """Rewrites the accesses of one buffer."""
 
-    def __init__(self, graph: torch.fx.Graph, analysis: Analysis) -> None:
-        self.graph, self.analysis = graph, analysis
+    def __init__(
+        self, graph: torch.fx.Graph, analysis: Analysis, names: Mapping[Window, str]
+    ) -> None:
+        self.graph, self.analysis, self.names = graph, analysis, names
         self.accesses, self.plan = analysis.accesses, analysis.plan
         self.buffer = analysis.accesses.buffer
         self.nodes = list(analysis.order)
@@ -69,9 +71,11 @@ class BufferEmitter:
         after = self.graph.find_nodes(op="placeholder")[-1]
         for number, window in enumerate(self.plan.roots):
             with self.graph.inserting_after(after):
-                after = self.graph.placeholder(f"{self.buffer.name}_window_{number}")
+                name = self.names.get(window) or f"{self.buffer.name}_window_{number}"
+                after = self.graph.placeholder(name)
             after.meta["val"] = fake_root(self.buffer.meta["val"], window)
             self.inputs.append(TypedInput(after, self.buffer, window))
+            self.report.names.append(after.name)
 
     def _emit_fences(self) -> None:
         for fence in self.plan.fences:

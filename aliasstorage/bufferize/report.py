@@ -23,6 +23,7 @@ class BufferReport:
     Attributes:
         nbytes: Length of the buffer, in bytes, None if it is symbolic.
         roots: Typed views that the graph is given.
+        names: The inputs of the graph that they are.
         classes: Alias classes, as lists of indices into ``roots``.
         reads: Windows that are read.
         writes: What is written, and how.
@@ -38,4 +39,5 @@ class BufferReport:
     writes: list[WriteReport] = field(default_factory=list)
     copies: list[tuple[AnyWindow, str]] = field(default_factory=list)
     fences: int = 0
+    names: list[str] = field(default_factory=list)
     reason: str | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ log = logging.getLogger("aliasstorage")
 
 
 def bufferize(
-    module: torch.fx.GraphModule, preferred_roots: Sequence[Window] = ()
+    module: torch.fx.GraphModule, preferred_roots: Mapping[Window, str] = MappingProxyType({})
 ) -> tuple[list[TypedInput], list[BufferReport]]:
     """Rewrite a byte graph in place.
 
@@ -46,7 +47,9 @@ def bufferize(
             log.info("not bufferized, so each write copies the whole buffer: %s", error)
             continue
         order = {node: position for position, node in enumerate(graph.nodes)}
-        inputs, report = BufferEmitter(graph, Analysis(accesses, order, preferred_roots)).emit()
+        inputs, report = BufferEmitter(
+            graph, Analysis(accesses, order, list(preferred_roots)), preferred_roots
+        ).emit()
         typed += inputs
         reports.append(report)
         eliminate_dead_code(graph)
@@ -79,7 +82,7 @@ def compile_bufferized(
     module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     compiler: Callable[..., Callable[..., Any]],
-    preferred_roots: Sequence[Window] = (),
+    preferred_roots: Mapping[Window, str] = MappingProxyType({}),
     static_inputs: Sequence[int] = (),
     on_report: Callable[[list[BufferReport], torch.fx.GraphModule], None] | None = None,
     enabled: bool = True,
@@ -91,7 +94,7 @@ def compile_bufferized(
         module: A graph from AOTAutograd; it is changed.
         example_inputs: Its inputs.
         compiler: ``(module, example_inputs, static_inputs) -> callable`` on a list.
-        preferred_roots: See `plan.choose_roots`.
+        preferred_roots: See `plan.choose_roots`; their names become the inputs' names.
         static_inputs: Positions of inputs whose addresses do not change from call to call.
         on_report: Called with the reports and the rewritten graph.
         enabled: Whether to bufferize.
@@ -119,7 +122,7 @@ def compile_bufferized(
         module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
-    if on_report is not None and reports:
+    if on_report is not None:
         on_report(reports, module)
     if as_arrays:
         check_separable(reports)
