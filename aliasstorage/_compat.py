@@ -203,6 +203,33 @@ def current_guards() -> Any:
     return None if context is None else context.guards_context.dynamo_guards
 
 
+def replace_subclass_guards(replacements: dict[Any, Guard]) -> None:
+    """Replace what Dynamo guards of tensor subclasses as such, in the frame being compiled.
+
+    Args:
+        replacements: For each source of a subclass, the guard to put in the place of those on
+            its metadata and on the names of its inner tensors.
+    """
+    guards = current_guards()
+    if guards is None:
+        return
+    attribute_list = import_module("torch._dynamo.source").SubclassAttrListSource
+    kept = []
+    for guard in guards:
+        source = guard.originating_source
+        if type(source) is attribute_list and source.base in replacements:
+            continue
+        if guard.create_fn_name() != "TENSOR_SUBCLASS_METADATA_MATCH" or source not in replacements:
+            kept.append(guard)
+        else:
+            replacement = replacements[source]
+            replacement.stack, replacement.user_stack = guard.stack, guard.user_stack
+            kept.append(replacement)
+    guards.clear()
+    for guard in kept:
+        guards.add(guard)
+
+
 # An identity of a real tensor's storage, in one call into C++.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from aliasstorage._compat import (
     Guard,
     current_guards,
     data_pointers_equal,
+    replace_subclass_guards,
     source_name,
     source_scope,
     storage_address,
@@ -177,6 +179,33 @@ class AliasGuard:
         lines += [f"        return bool({condition})"]
         lines += ["    except failures:", "        return False"]
         return "\n".join(lines)
+
+
+def lighten_window_guards(windows: Mapping[Any, int]) -> None:
+    """Guard windows by one short Python call each, instead of several.
+
+    Note [What is guarded of a window]
+    Dynamo guards of a tensor subclass, in Python, that ``__tensor_flatten__`` gives the names and
+    the context that it gave, here ``["_buffer"]`` and (dtype, byte offset). The names are the
+    same for every `AliasTensor`, whose type is guarded; its dtype is guarded as that of any
+    tensor; so that only the offset is left to ask for.
+
+    Args:
+        windows: For the Dynamo source of each window that is an input, its storage offset, in
+            elements.
+    """
+    replace_subclass_guards(
+        {source: Guard(source, partial(_guard_offset, n)) for source, n in windows.items()}
+    )
+
+
+def _guard_offset(offset: int, builder: Any, guard: Guard) -> None:
+    manager = builder.get_guard_manager(guard)
+    manager.add_lambda_guard(
+        lambda window: window.storage_offset() == offset,
+        [f"{source_name(guard.originating_source)}.storage_offset() == {offset}"],
+        guard.user_stack,
+    )
 
 
 def parameter_check() -> Callable[..., bool]:

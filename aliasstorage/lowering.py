@@ -18,7 +18,7 @@ from aliasstorage.calling import bind
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.forms import AOT_EAGER, BACKEND_OPTIONS, Form, check_dtypes, form_of
 from aliasstorage.grouping import MergedStorage, find_storages, static_window
-from aliasstorage.guards import AliasGuard
+from aliasstorage.guards import AliasGuard, lighten_window_guards
 from aliasstorage.merge import make_window, merge
 from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.tracing import for_own_backend
@@ -48,6 +48,14 @@ def compile_graph(
     check_dtypes(inner, (member.dtype for storage in storages for member in storage.members))
     compiler = _inner_compiler(inner, form, options, mode, roots)
     guard = _alias_guard(module, example_inputs, storages)
+    lighten_window_guards(
+        {
+            member.node._dynamo_source: member.byte_offset // member.dtype.itemsize
+            for storage in storages
+            for member in storage.members
+            if member.wrapped and isinstance(member.byte_offset, int)
+        }
+    )
     # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern
     # in the key, an entry made for other aliases is never found.
     tag = f"{torch.compiler.config.cache_key_tag} aliasstorage {guard.pattern}"

@@ -877,3 +877,27 @@ def test_plain_views_of_a_longer_storage_later(bufferize):
             got = compiled(A.regenerate(buffer), OVER_A.regenerate(buffer))
             assert torch.equal(want_buffer, buffer)
             assert same(want[0], got[0])
+
+
+def test_the_offset_of_a_window_is_guarded():
+    """Another offset compiles anew, a known one does not: Note [What is guarded of a window]."""
+    compiles = []
+
+    def inner(module, inputs):
+        compiles.append(module)
+        return module
+
+    def step(window, other):
+        other.add_(1)
+        return window + 10
+
+    compiled = torch.compile(step, backend=aliasstorage.backend(inner))
+    for offset in (0, 16, 0, 16, 32):
+        raw = torch.zeros(128, dtype=torch.uint8)
+        views = raw[offset : offset + 16].view(torch.int32), raw[64:].view(torch.int16)
+        before = len(compiles)
+        got = compiled(*aliasstorage.wrap(views))
+        assert got.tolist() == [10] * 4
+        assert raw[64:66].tolist() == [1, 0]
+        assert len(compiles) - before <= 1
+    assert len(compiles) == 3

@@ -66,7 +66,7 @@ def test_sizes_that_change(layout, step, bufferize, carrier, inner):
         reasons.extend(report.reason for report in reports)
 
     compiled = torch.compile(step, backend=counting)
-    lowering.report_listeners.append(listen)
+    lowering.graph_listeners.append(listen)
     try:
         for n, rows in SIZES:
             want, got = random_bytes(rows * 64, n), random_bytes(rows * 64, n)
@@ -80,7 +80,7 @@ def test_sizes_that_change(layout, step, bufferize, carrier, inner):
                 right.fill_(1)
             assert torch.equal(want, got), (n, rows)
     finally:
-        lowering.report_listeners.remove(listen)
+        lowering.graph_listeners.remove(listen)
     assert len(compiles) <= 3
     assert not any(reasons)
     assert reasons or not bufferize
@@ -149,7 +149,7 @@ def test_a_window_taken_inside_with_a_size_that_changes():
 
     explained = []
     compiled = torch.compile(step, backend="aliasstorage", options={"inner": "aot_eager"})
-    lowering.report_listeners.append(lambda reports, module: explained.extend(reports))
+    lowering.graph_listeners.append(lambda reports, module: explained.extend(reports))
     try:
         for n in (4, 8, 12, 5):
             before = storage.buffer.clone()
@@ -159,6 +159,6 @@ def test_a_window_taken_inside_with_a_size_that_changes():
             assert torch.equal(step(n, 1.0), result)
             assert torch.equal(storage.buffer, after)
     finally:
-        lowering.report_listeners.pop()
+        lowering.graph_listeners.pop()
     assert not any(report.reason for report in explained)
     assert len(explained) == 2

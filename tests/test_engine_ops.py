@@ -145,7 +145,7 @@ def windows_of(raw):
 def test_engine_operations(program, carrier, inner):
     reports = []
     compiled = torch.compile(program, backend=aliasstorage.backend(inner), fullgraph=True)
-    lowering.report_listeners.append(lambda found, module: reports.extend(found))
+    lowering.graph_listeners.append(lambda found, module: reports.extend(found))
     try:
         for seed in (0, 1):
             sides = []
@@ -166,7 +166,7 @@ def test_engine_operations(program, carrier, inner):
             for left, right in zip(want, got, strict=True):
                 torch.testing.assert_close(left, aliasstorage.unwrap(right), rtol=1e-5, atol=1e-6)
     finally:
-        lowering.report_listeners.pop()
+        lowering.graph_listeners.pop()
     (report,) = {id(report): report for report in reports}.values()
     assert report.reason is None
     page = GEOMETRY.page_bytes

@@ -18,12 +18,12 @@ def check(model_name, inner, wrapped, dtype=torch.float32, tolerance=0.0):
     cache, token = prefill(model, PROMPT, 32)
     storage = aliasstorage.consolidate_(cache, wrapped=wrapped)
     reports = []
-    lowering.report_listeners.append(lambda found, module: reports.extend(found))
+    lowering.graph_listeners.append(lambda found, module: reports.extend(found))
     try:
         compiled = torch.compile(decode_step(model), backend=aliasstorage.backend(inner))
         got, logits = decode(compiled, cache, token, 5)
     finally:
-        lowering.report_listeners.pop()
+        lowering.graph_listeners.pop()
     if dtype == torch.float32:
         assert torch.equal(want, got)
     torch.testing.assert_close(want_logits, logits, rtol=tolerance, atol=tolerance)

@@ -180,7 +180,7 @@ def test_every_window_under_the_backend(name, carrier):
     """Random bytes, a step through all windows, the whole buffer compared, nothing copied."""
     reports = []
 
-    lowering.report_listeners.append(lambda found, module: reports.extend(found))
+    lowering.graph_listeners.append(lambda found, module: reports.extend(found))
     rows = torch.tensor([1, 2])
     try:
         for layout in layouts_of(name, blocks=6):
@@ -200,7 +200,7 @@ def test_every_window_under_the_backend(name, carrier):
                 assert torch.equal(want, raw)
                 torch.testing.assert_close(*sides)
     finally:
-        lowering.report_listeners.pop()
+        lowering.graph_listeners.pop()
     assert reports
     for report in reports:
         assert report.reason is None
