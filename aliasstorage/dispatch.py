@@ -116,6 +116,17 @@ def _clone_bytes(source: AliasTensor) -> torch.Tensor:
 
 
 def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = info.mutated[0].get(args, kwargs)
+    if type(target) is AliasTensor and type(target._buffer) is torch.Tensor and not info.outs:
+        # Over real bytes the operation does on the plain views what it does anywhere.
+        if torch.is_grad_enabled():
+            _check_no_gradient(func, info, args, kwargs)
+        typed = [
+            arg._plain if type(arg) is AliasTensor else _map_typed(arg) if type(arg) is list else arg
+            for arg in args
+        ]
+        result = func(*typed, **_map_typed(kwargs)) if kwargs else func(*typed)
+        return _returned(info, args, kwargs, result)
     if func is torch.ops.aten.copy_.default and tracing.is_written_back(args):
         return args[0]
     if torch.is_grad_enabled():
@@ -129,7 +140,6 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
     outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
     typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
-    target = info.mutated[0].get(args, kwargs)
     if (
         type(target) is AliasTensor
         and loses_bits(target.dtype)
@@ -150,7 +160,12 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         _check_same_shape(func, argument.name, out, typed_kwargs[argument.name])
     for argument, out in eager_outs:
         out._typed().copy_(typed_kwargs[argument.name])
-    if len(info.returned) == 0:
+    return _returned(info, args, kwargs, result)
+
+
+def _returned(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return the results of an operation, the written arguments among them as they came."""
+    if not info.returned:
         return result
     if len(info.returned) == 1:
         source = info.returned[0]
@@ -181,7 +196,9 @@ def _overlapping_arguments(
     if len(everything) < 2 or not tracing.is_traced(everything[0]._buffer):
         return None
     mutated = {
-        id(window) for argument in info.mutated for window in _windows(argument.get(args, kwargs))
+        id(window)
+        for argument in info.mutated
+        for window in _windows([argument.get(args, kwargs)])
     }
     for number, first in enumerate(everything):
         for second in everything[number + 1 :]:
@@ -242,27 +259,34 @@ def _check_no_gradient(
     func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Refuse to write a value that requires gradients into a window."""
-    targets = [argument.get(args, kwargs) for argument in info.mutated]
-    flat_targets = [t for target in targets for t in _tensors(target)]
-    if not any(type(target) is AliasTensor for target in flat_targets):
+    values = [
+        value
+        for value in _tensors((*args, *kwargs.values()))
+        if type(value) is not AliasTensor and value.requires_grad
+    ]
+    if not values:
         return
-    for value in _tensors((args, tuple(kwargs.values()))):
-        if type(value) is not AliasTensor and value.requires_grad:
-            raise GradientWriteError(
-                "A value that requires gradients cannot be written into a window.",
-                which=func._schema.name,
-                expected="a value that does not require gradients, or torch.no_grad()",
-                got=f"a tensor of shape {tuple(value.shape)} with requires_grad=True",
-                do="Write value.detach(), or write under torch.no_grad().",
-            )
+    targets = [argument.get(args, kwargs) for argument in info.mutated]
+    if not any(type(target) is AliasTensor for target in _tensors(targets)):
+        return
+    raise GradientWriteError(
+        "A value that requires gradients cannot be written into a window.",
+        which=func._schema.name,
+        expected="a value that does not require gradients, or torch.no_grad()",
+        got=f"a tensor of shape {tuple(values[0].shape)} with requires_grad=True",
+        do="Write value.detach(), or write under torch.no_grad().",
+    )
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in a sequence, those in its lists and tuples included."""
+    found: list[torch.Tensor] = []
+    for item in values:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += _tensors(item)
+    return found
 
 
 run_eagerly(globals())

@@ -39,7 +39,7 @@ from aliasstorage.errors import MixedAliasError
 
 def is_traced(buffer: torch.Tensor) -> bool:
     """Return whether a buffer stands for bytes in a trace, rather than holding them."""
-    return isinstance(buffer, (FakeTensor, FunctionalTensor))
+    return type(buffer) is not torch.Tensor and isinstance(buffer, (FakeTensor, FunctionalTensor))
 
 
 class _FunctionalBuffer:
