@@ -4,13 +4,15 @@
 #   make test-slow             the rest of the Inductor matrix, and the long fuzz
 #   make fuzz COUNT=2000 SEED=1
 #   make test-backends         other backends and devices; what is not installable here is skipped
-#   make bench                 benchmarks, a few minutes
+#   make bench                 benchmarks, a few minutes; DEVICE=cuda where there is one
+#   make docs                  the documentation as a site, in site/
 
 TORCH ?= 2.13.0
 PYTHON ?= python3
 COUNT ?= 500
 SEED ?= 0
 WORKERS ?= 2
+DEVICE ?= cpu
 VENV := .venv-$(TORCH)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -21,7 +23,7 @@ READY := $(VENV)/.ready
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" "setuptools>=77"
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,lint]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,bench,lint]"
 	touch $@
 
 demo: $(READY)
@@ -52,10 +54,12 @@ fuzz: $(READY)
 	$(RUN) -m tests.fuzz --count $(COUNT) --seed $(SEED)
 
 bench: $(READY)
-	$(RUN) -m benchmarks.run
+	$(RUN) -m benchmarks.run --device $(DEVICE) --output results.json
 
 bench-full: $(READY)
-	$(RUN) -m benchmarks.run --full
+	$(RUN) -m benchmarks.run --device $(DEVICE) --full --output results-full.json
+	$(RUN) -m benchmarks.compile_time
+	$(RUN) -m benchmarks.compile_time --windows 128 --operations 300
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info

@@ -122,7 +122,11 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         if torch.is_grad_enabled():
             _check_no_gradient(func, info, args, kwargs)
         typed = [
-            arg._plain if type(arg) is AliasTensor else _map_typed(arg) if type(arg) is list else arg
+            arg._plain
+            if type(arg) is AliasTensor
+            else _map_typed(arg)
+            if type(arg) is list
+            else arg
             for arg in args
         ]
         result = func(*typed, **_map_typed(kwargs)) if kwargs else func(*typed)
@@ -196,9 +200,7 @@ def _overlapping_arguments(
     if len(everything) < 2 or not tracing.is_traced(everything[0]._buffer):
         return None
     mutated = {
-        id(window)
-        for argument in info.mutated
-        for window in _windows([argument.get(args, kwargs)])
+        id(window) for argument in info.mutated for window in _windows([argument.get(args, kwargs)])
     }
     for number, first in enumerate(everything):
         for second in everything[number + 1 :]:

@@ -6,6 +6,7 @@ PyTorch on plain typed views of the same bytes; a variant that is wrong, or refu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -18,6 +19,11 @@ from aliasstorage import Window
 from examples.hybrid_decode import Geometry, caches_of, make_step
 
 MIB = 1 << 20
+
+# Where buffers and inputs are made; ``--device`` sets it, before the cases are.
+DEVICE = torch.device(os.environ.get("BENCHMARK_DEVICE", "cpu"))
+if DEVICE.type != "cpu":
+    torch.set_default_device(DEVICE)
 
 
 @dataclass
@@ -37,12 +43,21 @@ class Variant:
 
 @dataclass
 class Case:
-    """A step of some size. ``variants`` yields the baseline, eager, first."""
+    """A step of some size.
+
+    Attributes:
+        name: What is measured.
+        size: The parameter that cases of one name differ in, as text with its unit.
+        variants: Yields the variants, the one first that all others must agree with.
+        tolerance: How far results may differ.
+        baseline: The variant that ratios are against, the first one by default.
+    """
 
     name: str
     size: str
     variants: Callable[[], Iterator[Variant]]
     tolerance: float = 0.0
+    baseline: str = ""
 
 
 def stock(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,9 +97,6 @@ def layout_case(
     """Return a case whose caches are windows of one buffer."""
 
     def variants() -> Iterator[Variant]:
-        def views(buffer: torch.Tensor) -> list[torch.Tensor]:
-            return [window.regenerate(buffer) for window in windows]
-
         def of_buffer(label: str, function: Callable[..., Any], wrap: bool) -> Variant:
             buffer = torch.zeros(nbytes, dtype=torch.uint8)
             caches = views(buffer)
@@ -110,8 +122,33 @@ def layout_case(
                 lambda: compiled_from_bytes(buffer, *extra),
                 lambda: views(buffer),
             )
+            yield from hidden(buffer)
         yield of_buffer("aliasstorage, plain views", ours(step), wrap=False)
         yield of_buffer("aliasstorage, wrapped", ours(step), wrap=True)
+
+    def hidden(other: torch.Tensor) -> Iterator[Variant]:
+        """Everything in one opaque operation, which makes its own views of the bytes."""
+        buffer = torch.zeros_like(other)
+
+        def opaque(raw: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+            return step(*views(raw), *extra)
+
+        operation = torch.library.custom_op(
+            f"aliasstorage_benchmarks::hidden_{next(_numbers)}",
+            opaque,
+            mutates_args=("raw",),
+            schema="(Tensor(a!) raw, Tensor[] extra) -> Tensor",
+        )
+        operation.register_fake(lambda raw, extra: raw.new_empty((), dtype=torch.float32))
+        compiled = stock(lambda raw, *extra: operation(raw, list(extra)))
+        yield Variant(
+            "stock, hidden in a custom op",
+            lambda: compiled(buffer, *extra),
+            lambda: views(buffer),
+        )
+
+    def views(buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [window.regenerate(buffer) for window in windows]
 
     return Case(name, f"{nbytes / MIB:.0f} MiB", variants, tolerance)
 
@@ -255,9 +292,27 @@ def hybrid(nbytes: int) -> Case:
     return Case("hybrid decode step", f"{nbytes / MIB:.0f} MiB", variants, 2e-2)
 
 
+def same_dtype_views(nbytes: int) -> Case:
+    """Two float16 caches in one buffer, which stock torch.compile takes, by a synthetic base."""
+    half = nbytes // 2
+    windows = [
+        Window(torch.float16, (half // 128, 64)),
+        Window(torch.float16, (half // 128, 64), byte_offset=half),
+    ]
+    slots, x = torch.arange(32) * 7, torch.randn(32, 64).half()
+
+    def step(k: Any, v: Any, slots: Any, x: Any) -> Any:
+        k[slots] = x
+        v[slots] = x * 2
+        return k[slots].float().sum() + v[slots].float().sum()
+
+    return layout_case("same dtype", nbytes, windows, step, (slots, x), tolerance=1e-3)
+
+
 QUICK = [
     token_write(MIB),
     token_write(64 * MIB, by_hand=True),
+    same_dtype_views(64 * MIB),
     custom_op(64 * MIB),
     fp8_over_uint8(64 * MIB),
     int8_with_scales(64 * MIB),

@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import MIB, hybrid, token_write
-from benchmarks.measure import measure, table
+from benchmarks.measure import measure
 
 
 def main() -> None:
     print("Two caches of different dtypes in one buffer, and a token written to each:\n")
-    case = token_write(64 * MIB, by_hand=True)
-    print(table(case, measure(case)), flush=True)
+    print(measure(token_write(64 * MIB, by_hand=True)), flush=True)
     print("\nA hybrid decode step: three linear-attention layers and one attention layer whose")
     print("bfloat16 and float32 caches are the same bytes (compiles for a while):\n")
-    case = hybrid(140 * MIB)
-    print(table(case, measure(case)), flush=True)
+    print(measure(hybrid(140 * MIB)), flush=True)
     print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} threads. 'right' means that the")
     print("result and the caches agree with eager PyTorch on plain views of the same bytes.")
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
-import sys
+import platform
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch.utils.benchmark import Measurement, Timer
+from tqdm import tqdm
 
-from benchmarks.cases import Case, Variant
+import aliasstorage
+from benchmarks.cases import DEVICE, Case, Variant
 
 
 @dataclass
@@ -20,9 +23,11 @@ class Result:
 
     Attributes:
         variant: Its name.
-        right: Whether it agreed with eager, None when it was refused.
+        right: Whether it agreed with the first variant, None when it was refused.
         microseconds: Median time of a call.
-        spread: Half the distance between the quartiles, in microseconds.
+        spread: Distance between the quartiles, in microseconds.
+        ratio: Median over the rounds of its time over the baseline's in the same round.
+        ratio_spread: Distance between the quartiles of that ratio.
         compile_seconds: Time of the first call.
         note: Why it has no time.
     """
@@ -31,51 +36,94 @@ class Result:
     right: bool | None
     microseconds: float | None = None
     spread: float | None = None
+    ratio: float | None = None
+    ratio_spread: float | None = None
     compile_seconds: float = 0.0
     note: str = ""
 
 
-def progress(text: str) -> None:
-    """Show what is going on, on a terminal's one line."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+@dataclass
+class Measured:
+    """A case and the results of its variants."""
+
+    case: Case
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def baseline(self) -> str:
+        return self.case.baseline or self.results[0].variant
+
+    def as_record(self) -> dict[str, Any]:
+        return {
+            "case": self.case.name,
+            "size": self.case.size,
+            "baseline": self.baseline,
+            "results": [asdict(result) for result in self.results],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.case.name}, {self.case.size} (x: times {self.baseline})"]
+        for result in self.results:
+            if result.microseconds is None:
+                verdict = "WRONG" if result.right is False else "refused"
+                lines.append(f"  {result.variant:<34} {verdict:>8}   {result.note}")
+                continue
+            ratio = "" if result.ratio is None else f"{result.ratio:8.2f} x"
+            lines.append(
+                f"  {result.variant:<34} {'right':>8} {result.microseconds:>12.1f} us {ratio}"
+                f"   (first call {result.compile_seconds:.1f} s)"
+            )
+        return "\n".join(lines)
 
 
-def measure(case: Case, rounds: int = 7, seconds: float = 0.15) -> list[Result]:
-    """Measure all variants of a case."""
+def measure(case: Case, rounds: int = 9, seconds: float = 0.1) -> Measured:
+    """Measure all variants of a case, each for ``seconds`` in all."""
     torch._dynamo.reset()
-    results: list[Result] = []
-    runnable: list[tuple[Variant, Result]] = []
+    torch.set_default_device(None if DEVICE.type == "cpu" else DEVICE)
+    variants = list(case.variants())
+    torch.set_default_device(None)  # a mode that every call of a tensor's method would pay for
+    measured = Measured(case)
+    timers: dict[str, Timer] = {}
     want: Any = None
+    title = f"{case.name}, {case.size}"
     with torch.no_grad():
-        for variant in case.variants():
-            progress(f"{case.name}, {case.size}: {variant.name} (compiling)")
+        for variant in tqdm(variants, f"{title}: compiling", leave=False):
             result, value = first_call(variant)
-            results.append(result)
+            measured.results.append(result)
             if value is None:
                 continue
             if want is None:
                 want = (value, [t.clone() for t in sample(variant.state())])
             result.right = agrees(want, (value, sample(variant.state())), case.tolerance)
             if result.right:
-                runnable.append((variant, result))
-        times: dict[str, list[float]] = {variant.name: [] for variant, _ in runnable}
-        repeats = {}
-        for variant, _ in runnable:
-            variant.call()
-            once = max(timed(variant, 3), 1e-6)
-            repeats[variant.name] = max(3, min(2000, int(seconds / rounds / once)))
-        for number in range(rounds):
-            for variant, _ in runnable:
-                progress(f"{case.name}, {case.size}: {variant.name} ({number + 1}/{rounds})")
-                times[variant.name].append(timed(variant, repeats[variant.name]))
-    for variant, result in runnable:
-        samples = sorted(times[variant.name])
-        quarter = len(samples) // 4
-        result.microseconds = statistics.median(samples) * 1e6
-        result.spread = (samples[-1 - quarter] - samples[quarter]) / 2 * 1e6
-    progress("")
-    return results
+                timers[variant.name] = Timer("call()", globals={"call": variant.call})
+        calls = {
+            name: max(3, min(5000, int(seconds / rounds / max(timer.timeit(3).median, 1e-6))))
+            for name, timer in timers.items()
+        }
+        times: dict[str, list[Measurement]] = {name: [] for name in timers}
+        for _ in tqdm(range(rounds), title, leave=False):
+            for name, timer in timers.items():
+                times[name].append(timer.timeit(calls[name]))
+    against = times.get(measured.baseline)
+    for result in measured.results:
+        mine = times.get(result.variant)
+        if mine is None:
+            continue
+        result.microseconds, result.spread = middle(m.median * 1e6 for m in mine)
+        if against is not None:
+            pairs = zip(mine, against, strict=True)
+            result.ratio, result.ratio_spread = middle(a.median / b.median for a, b in pairs)
+    return measured
+
+
+def middle(values: Iterable[float]) -> tuple[float, float]:
+    """Return the median, and the distance between the quartiles."""
+    quartiles = torch.tensor(list(values), dtype=torch.float64, device="cpu").quantile(
+        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device="cpu")
+    )
+    low, median, high = quartiles.tolist()
+    return median, high - low
 
 
 def first_call(variant: Variant) -> tuple[Result, Any]:
@@ -88,13 +136,6 @@ def first_call(variant: Variant) -> tuple[Result, Any]:
         return Result(variant.name, None, note=reason.split(": ")[-1]), None
     value = value.clone()
     return Result(variant.name, None, compile_seconds=time.perf_counter() - start), value
-
-
-def timed(variant: Variant, repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        variant.call()
-    return (time.perf_counter() - start) / repeats
 
 
 def sample(state: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,23 +151,21 @@ def agrees(want: Any, got: Any, tolerance: float) -> bool:
     )
 
 
-def table(case: Case, results: list[Result]) -> str:
-    """Return a case's results for people."""
-    by_name = {result.variant: result for result in results}
-    eager = by_name["eager"].microseconds
-    lines = [f"{case.name}, {case.size}"]
-    for result in results:
-        if result.microseconds is None:
-            verdict = "WRONG" if result.right is False else "refused"
-            lines.append(f"  {result.variant:<36} {verdict:>8}   {result.note}")
-            continue
-        ratio = f"{result.microseconds / eager:6.2f} x eager" if eager else ""
-        lines.append(
-            f"  {result.variant:<36} {'right':>8} {result.microseconds:>12.1f} us  {ratio}"
-            f"   (first call {result.compile_seconds:.1f} s)"
-        )
-    return "\n".join(lines)
+def machine() -> dict[str, Any]:
+    """Return where and with what a measurement was made."""
+    name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else processor()
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "aliasstorage": aliasstorage.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
 
 
-def as_record(case: Case, results: list[Result]) -> dict[str, Any]:
-    return {"case": case.name, "size": case.size, "results": [asdict(r) for r in results]}
+def processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":")[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
