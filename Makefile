@@ -17,7 +17,7 @@ VENV := .venv-$(TORCH)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint test-slow test-backends fuzz bench bench-full clean
+.PHONY: demo test lint test-slow test-backends docs fuzz bench bench-full clean
 
 # torch is pinned and installed first, so that nothing else can pull another build of it.
 $(READY): pyproject.toml
@@ -49,6 +49,15 @@ test-slow: $(READY)
 
 test-backends: .venv-backends/.ready
 	.venv-backends/bin/python -m pytest -n $(WORKERS) tests/test_backends.py
+
+# The pages are read from the source by a static parser, so this needs no torch.
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.6" "mkdocstrings-python>=1.16"
+	touch $@
+
+docs: .venv-docs/.ready
+	.venv-docs/bin/python -m mkdocs build --quiet
 
 fuzz: $(READY)
 	$(RUN) -m tests.fuzz --count $(COUNT) --seed $(SEED)

@@ -24,14 +24,15 @@ def backend(inner: str | CompilerFn = "inductor", **options: Any) -> CompilerFn:
     Raises:
         BackendUnsupportedError: An option that the inner backend does not take.
 
-    >>> import torch, aliasstorage
-    >>> raw = torch.zeros(12, dtype=torch.uint8)
-    >>> @torch.compile(backend=aliasstorage.backend(inner="aot_eager"))
-    ... def step(a, b):
-    ...     a.add_(1)
-    ...     return b.fill_(2)
-    >>> step(raw[:4].view(torch.int16), raw[4:].view(torch.int32)), raw.tolist()
-    (tensor([2, 2], dtype=torch.int32), [1, 0, 1, 0, 2, 0, 0, 0, 2, 0, 0, 0])
+    Examples:
+        >>> import torch, aliasstorage
+        >>> raw = torch.zeros(12, dtype=torch.uint8)
+        >>> @torch.compile(backend=aliasstorage.backend(inner="aot_eager"))
+        ... def step(a, b):
+        ...     a.add_(1)
+        ...     return b.fill_(2)
+        >>> step(raw[:4].view(torch.int16), raw[4:].view(torch.int32)), raw.tolist()
+        (tensor([2, 2], dtype=torch.int32), [1, 0, 1, 0, 2, 0, 0, 0, 2, 0, 0, 0])
     """
 
     def aliasstorage(

@@ -41,15 +41,16 @@ def consolidate_(target: Any, *, wrapped: bool = True) -> ByteStorage:
             there is none.
         RequiresGradError: A tensor requires gradients.
 
-    >>> import torch, aliasstorage
-    >>> class Cache:
-    ...     def __init__(self):
-    ...         self.length = torch.tensor(3)
-    ...         self.states = {0: torch.ones(2, 3), 1: torch.zeros(4, dtype=torch.bfloat16)}
-    >>> cache = Cache()
-    >>> storage = aliasstorage.consolidate_(cache)
-    >>> storage.nbytes, cache.length.item(), cache.states[0].window
-    (136, 3, Window(torch.float32, (2, 3), byte_offset=64))
+    Examples:
+        >>> import torch, aliasstorage
+        >>> class Cache:
+        ...     def __init__(self):
+        ...         self.length = torch.tensor(3)
+        ...         self.states = {0: torch.ones(2, 3), 1: torch.zeros(4, dtype=torch.bfloat16)}
+        >>> cache = Cache()
+        >>> storage = aliasstorage.consolidate_(cache)
+        >>> storage.nbytes, cache.length.item(), cache.states[0].window
+        (136, 3, Window(torch.float32, (2, 3), byte_offset=64))
     """
     found = list(_tensors(target, type(target).__name__, set()))
     devices = {tensor.device for _, tensor, _ in found}

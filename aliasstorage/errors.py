@@ -33,10 +33,11 @@ class AliasStorageError(Exception):
         got: What was found.
         do: What the caller can do about it.
 
-    >>> print(AliasStorageError("A thing is off.", which="input a", do="Turn it on."))
-    A thing is off.
-      which:    input a
-      do:       Turn it on.
+    Examples:
+        >>> print(AliasStorageError("A thing is off.", which="input a", do="Turn it on."))
+        A thing is off.
+          which:    input a
+          do:       Turn it on.
     """
 
     def __init__(

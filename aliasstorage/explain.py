@@ -72,20 +72,21 @@ def explain(
         inner: The inner backend; ``aot_eager`` compiles fast and shows the same windows.
         options: Further options of `aliasstorage.backend`.
 
-    >>> import torch, aliasstorage
-    >>> raw = torch.zeros(64, dtype=torch.uint8)
-    >>> def step(a, b):
-    ...     old = a.clone()
-    ...     b.add_(1)
-    ...     return old
-    >>> report = aliasstorage.explain(step)(raw.view(torch.float16), raw.view(torch.float32)[:4])
-    >>> print(report)
-    graph 0, a byte buffer of 64 bytes: 2 windows in 1 alias class
-      [0] a: torch.float16 (32,) at byte 0, with [1]
-      [1] b: torch.float32 (4,) at byte 0, with [0]
-      computed into place  aten.add.Tensor -> [1]
-      fences: 1
-      copies: none
+    Examples:
+        >>> import torch, aliasstorage
+        >>> raw = torch.zeros(64, dtype=torch.uint8)
+        >>> def step(a, b):
+        ...     old = a.clone()
+        ...     b.add_(1)
+        ...     return old
+        >>> a, b = raw.view(torch.float16), raw.view(torch.float32)[:4]
+        >>> print(aliasstorage.explain(step)(a, b))
+        graph 0, a byte buffer of 64 bytes: 2 windows in 1 alias class
+          [0] a: torch.float16 (32,) at byte 0, with [1]
+          [1] b: torch.float32 (4,) at byte 0, with [0]
+          computed into place  aten.add.Tensor -> [1]
+          fences: 1
+          copies: none
     """
 
     def run(*args: Any, **kwargs: Any) -> Explanation:

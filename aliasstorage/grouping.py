@@ -127,10 +127,11 @@ def shows_part(tensor: torch.Tensor) -> bool:
 def shows_elements_twice(value: torch.Tensor) -> bool:
     """Return whether two indices of a tensor may name one element, as in expanded tensors.
 
-    >>> import torch
-    >>> row = torch.zeros(4)
-    >>> shows_elements_twice(row), shows_elements_twice(row.expand(2, 4))
-    (False, True)
+    Examples:
+        >>> import torch
+        >>> row = torch.zeros(4)
+        >>> shows_elements_twice(row), shows_elements_twice(row.expand(2, 4))
+        (False, True)
     """
     if any(extent == 0 for extent in value.shape if isinstance(extent, int)):
         return False

@@ -47,10 +47,11 @@ AliasPattern = tuple[tuple[int, int], ...]
 def alias_pattern(tensors: Sequence[torch.Tensor]) -> AliasPattern:
     """Return the alias pattern of a sequence of real tensors.
 
-    >>> import torch
-    >>> raw = torch.zeros(8, dtype=torch.uint8)
-    >>> alias_pattern([raw[:4], torch.zeros(2), raw[4:].view(torch.int16)])
-    ((0, 0), (1, -1), (0, 2))
+    Examples:
+        >>> import torch
+        >>> raw = torch.zeros(8, dtype=torch.uint8)
+        >>> alias_pattern([raw[:4], torch.zeros(2), raw[4:].view(torch.int16)])
+        ((0, 0), (1, -1), (0, 2))
     """
     addresses = [storage_address(tensor) for tensor in tensors]
     ordinals: dict[int, int] = {}

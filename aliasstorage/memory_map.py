@@ -104,13 +104,14 @@ class MemoryMap:
 def memory_map(windows: Mapping[str, Window], start: int, stop: int, cells: int = 64) -> MemoryMap:
     """Return the map of the bytes from ``start`` up to ``stop``.
 
-    >>> import torch
-    >>> keys, state = Window(torch.float16, (8,)), Window(torch.float32, (2,), byte_offset=8)
-    >>> print(memory_map({"keys": keys, "state": state}, 0, 24, cells=12))
-    bytes [0, 24), 2 to a cell
-    keys    |████████····| torch.float16 [8]
-    state   |····████····| torch.float32 [2]
-    windows |11112222    | blank: padding
+    Examples:
+        >>> import torch
+        >>> keys, state = Window(torch.float16, (8,)), Window(torch.float32, (2,), byte_offset=8)
+        >>> print(memory_map({"keys": keys, "state": state}, 0, 24, cells=12))
+        bytes [0, 24), 2 to a cell
+        keys    |████████····| torch.float16 [8]
+        state   |····████····| torch.float32 [2]
+        windows |11112222    | blank: padding
     """
     cells = max(1, min(cells, stop - start))
     edges = [start + (stop - start) * cell // cells for cell in range(cells + 1)]

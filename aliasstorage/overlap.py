@@ -47,9 +47,10 @@ class Lattice(NamedTuple):
 def lattice(window: Window) -> Lattice:
     """Return the set of bytes of a non-empty window, with contiguous dimensions folded.
 
-    >>> import torch
-    >>> lattice(Window(torch.float32, (8, 4, 2), (64, 2, 1), byte_offset=16))
-    Lattice(offset=16, run=32, terms=((256, 7),))
+    Examples:
+        >>> import torch
+        >>> lattice(Window(torch.float32, (8, 4, 2), (64, 2, 1), byte_offset=16))
+        Lattice(offset=16, run=32, terms=((256, 7),))
     """
     run = window.dtype.itemsize
     terms: list[tuple[int, int]] = []
@@ -76,12 +77,13 @@ def relation(a: Window, b: Window) -> Relation:
     ``MAY_OVERLAP`` is the answer only when the exact one would cost more than
     `MAX_SEARCH_NODES` steps; ``DISJOINT`` is always proven.
 
-    >>> import torch
-    >>> page = 64  # bytes; conv and ssm states share pages, and never a byte
-    >>> conv = Window(torch.bfloat16, (8, 6), (page // 2, 1), byte_offset=0)
-    >>> ssm = Window(torch.float32, (8, 12), (page // 4, 1), byte_offset=12)
-    >>> relation(conv, ssm), relation(conv, Window(torch.uint8, (1,), byte_offset=75))
-    (<Relation.DISJOINT: 'disjoint'>, <Relation.OVERLAP: 'overlap'>)
+    Examples:
+        >>> import torch
+        >>> page = 64  # bytes; conv and ssm states share pages, and never a byte
+        >>> conv = Window(torch.bfloat16, (8, 6), (page // 2, 1), byte_offset=0)
+        >>> ssm = Window(torch.float32, (8, 12), (page // 4, 1), byte_offset=12)
+        >>> relation(conv, ssm), relation(conv, Window(torch.uint8, (1,), byte_offset=75))
+        (<Relation.DISJOINT: 'disjoint'>, <Relation.OVERLAP: 'overlap'>)
     """
     if a.numel == 0 or b.numel == 0:
         return Relation.DISJOINT
@@ -151,10 +153,11 @@ def alias_classes(windows: Sequence[Window]) -> list[list[int]]:
         The alias classes as lists of indices into ``windows``, each in order, ordered by
         their first member. Empty windows stand alone.
 
-    >>> import torch
-    >>> alias_classes([Window(torch.float16, (8,)), Window(torch.int8, (4,), byte_offset=16),
-    ...                Window(torch.float32, (2,), byte_offset=8)])
-    [[0, 2], [1]]
+    Examples:
+        >>> import torch
+        >>> alias_classes([Window(torch.float16, (8,)), Window(torch.int8, (4,), byte_offset=16),
+        ...                Window(torch.float32, (2,), byte_offset=8)])
+        [[0, 2], [1]]
     """
     parent = list(range(len(windows)))
 

@@ -41,18 +41,19 @@ class Recorder:
     Attributes:
         graphs: The graphs that were handed over, in order.
 
-    >>> import torch, aliasstorage
-    >>> recorder = aliasstorage.Recorder("aot_eager")
-    >>> @torch.compile(backend=recorder)
-    ... def step(keys, state):
-    ...     keys[1] = 1
-    ...     return state + 1
-    >>> raw = torch.zeros(64, dtype=torch.uint8)
-    >>> _ = step(raw[:32].view(4, 8).view(torch.float16), raw[32:].view(torch.float32))
-    >>> [name for name, dtype, shape in recorder.graphs[0].inputs]
-    ['keys', 'state']
-    >>> "fill_" in str(recorder), "clone" in str(recorder)
-    (True, False)
+    Examples:
+        >>> import torch, aliasstorage
+        >>> recorder = aliasstorage.Recorder("aot_eager")
+        >>> @torch.compile(backend=recorder)
+        ... def step(keys, state):
+        ...     keys[1] = 1
+        ...     return state + 1
+        >>> raw = torch.zeros(64, dtype=torch.uint8)
+        >>> _ = step(raw[:32].view(4, 8).view(torch.float16), raw[32:].view(torch.float32))
+        >>> [name for name, dtype, shape in recorder.graphs[0].inputs]
+        ['keys', 'state']
+        >>> "fill_" in str(recorder), "clone" in str(recorder)
+        (True, False)
     """
 
     def __init__(self, inner: str | CompilerFn = "inductor", **options: Any) -> None:

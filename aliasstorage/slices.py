@@ -32,11 +32,12 @@ def regenerate_by_slices(
     Raises:
         BackendUnsupportedError: The window's dimensions do not nest, or one is symbolic.
 
-    >>> import torch
-    >>> buffer = torch.arange(24, dtype=torch.uint8)
-    >>> regenerate_by_slices(buffer, torch.uint8, (2, 3), (12, 2), 4)
-    tensor([[ 4,  6,  8],
-            [16, 18, 20]], dtype=torch.uint8)
+    Examples:
+        >>> import torch
+        >>> buffer = torch.arange(24, dtype=torch.uint8)
+        >>> regenerate_by_slices(buffer, torch.uint8, (2, 3), (12, 2), 4)
+        tensor([[ 4,  6,  8],
+                [16, 18, 20]], dtype=torch.uint8)
     """
     values = (*size, *stride, byte_offset)
     if not all(isinstance(value, int) for value in values):

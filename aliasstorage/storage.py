@@ -23,12 +23,13 @@ class ByteStorage:
     function, where the storage is then one graph input however many windows there are. A module
     that is exported registers ``storage.buffer`` as a buffer of its own.
 
-    >>> import torch, aliasstorage
-    >>> storage = aliasstorage.ByteStorage.zeros(64)
-    >>> keys = storage.window(torch.float16, (4, 4))
-    >>> state = storage.window(torch.float32, (2, 4), byte_offset=32)
-    >>> state.fill_(1.0).sum().item(), storage.buffer[32:36].tolist()
-    (8.0, [0, 0, 128, 63])
+    Examples:
+        >>> import torch, aliasstorage
+        >>> storage = aliasstorage.ByteStorage.zeros(64)
+        >>> keys = storage.window(torch.float16, (4, 4))
+        >>> state = storage.window(torch.float32, (2, 4), byte_offset=32)
+        >>> state.fill_(1.0).sum().item(), storage.buffer[32:36].tolist()
+        (8.0, [0, 0, 128, 63])
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -55,10 +56,11 @@ class ByteStorage:
         Raises:
             UnsupportedTensorError: The tensor has no strided bytes.
 
-        >>> import torch, aliasstorage
-        >>> raw = torch.zeros(2, 8, dtype=torch.bfloat16)
-        >>> aliasstorage.ByteStorage.adopt(raw[1]).nbytes
-        32
+        Examples:
+            >>> import torch, aliasstorage
+            >>> raw = torch.zeros(2, 8, dtype=torch.bfloat16)
+            >>> aliasstorage.ByteStorage.adopt(raw[1]).nbytes
+            32
         """
         if isinstance(tensor, AliasTensor):
             return cls(tensor.buffer)

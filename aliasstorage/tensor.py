@@ -53,7 +53,7 @@ class AliasTensor(torch.Tensor):
       sees one mutated input for all windows of a storage.
     - Operations that change metadata in place, lazy conjugation and gradients are refused.
 
-    Args:
+    Constructor arguments:
         buffer: The byte buffer of a storage, as `ByteStorage.buffer` gives it.
         window: What to see of it.
 
@@ -62,12 +62,13 @@ class AliasTensor(torch.Tensor):
             its storage.
         WindowOutOfBoundsError: The window reaches past the buffer.
 
-    >>> import torch, aliasstorage
-    >>> buffer = torch.zeros(8, dtype=torch.uint8)
-    >>> ints = aliasstorage.AliasTensor(buffer, aliasstorage.Window(torch.int32, (2,)))
-    >>> ints[1] = -1
-    >>> buffer.tolist()
-    [0, 0, 0, 0, 255, 255, 255, 255]
+    Examples:
+        >>> import torch, aliasstorage
+        >>> buffer = torch.zeros(8, dtype=torch.uint8)
+        >>> ints = aliasstorage.AliasTensor(buffer, aliasstorage.Window(torch.int32, (2,)))
+        >>> ints[1] = -1
+        >>> buffer.tolist()
+        [0, 0, 0, 0, 255, 255, 255, 255]
     """
 
     _buffer: torch.Tensor

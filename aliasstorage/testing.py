@@ -207,11 +207,12 @@ def check_backend(
         form: The form that the backend is given; its default when omitted.
         cases: Names of cases; all of them when omitted.
 
-    >>> from aliasstorage.testing import check_backend
-    >>> print(check_backend("eager", cases=["two dtypes", "lengths"]))
-    eager: 2 of 2 right
-      right        two dtypes
-      right        lengths
+    Examples:
+        >>> from aliasstorage.testing import check_backend
+        >>> print(check_backend("eager", cases=["two dtypes", "lengths"]))
+        eager: 2 of 2 right
+          right        two dtypes
+          right        lengths
     """
     outcomes = [_run(CASES[name], inner, device, form) for name in cases or CASES]
     return Conformance(_title(inner, device, form), tuple(outcomes))

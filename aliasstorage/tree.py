@@ -30,12 +30,13 @@ def wrap(tree: Tree) -> Tree:
         UnsupportedTensorError: A leaf is sparse, quantized, nested or another subclass.
         RequiresGradError: A leaf requires gradients.
 
-    >>> import torch, aliasstorage
-    >>> raw = torch.zeros(16, dtype=torch.int8)
-    >>> views = {"k": raw[:8].view(torch.float16), "v": raw[8:].view(torch.float32)}
-    >>> caches = aliasstorage.wrap(views)
-    >>> caches["v"].window, caches["k"].buffer is caches["v"].buffer
-    (Window(torch.float32, (2,), byte_offset=8), True)
+    Examples:
+        >>> import torch, aliasstorage
+        >>> raw = torch.zeros(16, dtype=torch.int8)
+        >>> views = {"k": raw[:8].view(torch.float16), "v": raw[8:].view(torch.float32)}
+        >>> caches = aliasstorage.wrap(views)
+        >>> caches["v"].window, caches["k"].buffer is caches["v"].buffer
+        (Window(torch.float32, (2,), byte_offset=8), True)
     """
     return cast(Tree, optree.tree_map_with_path(_wrap_leaf, cast(Any, tree)))
 
@@ -44,10 +45,11 @@ def wrap(tree: Tree) -> Tree:
 def unwrap(tree: Tree) -> Tree:
     """Turn every window leaf into the plain typed view of the same bytes, without a copy.
 
-    >>> import torch, aliasstorage
-    >>> plain = torch.arange(4.0)
-    >>> aliasstorage.unwrap(aliasstorage.wrap([plain]))[0].data_ptr() == plain.data_ptr()
-    True
+    Examples:
+        >>> import torch, aliasstorage
+        >>> plain = torch.arange(4.0)
+        >>> aliasstorage.unwrap(aliasstorage.wrap([plain]))[0].data_ptr() == plain.data_ptr()
+        True
     """
     return cast(Tree, optree.tree_map(_unwrap_leaf, cast(Any, tree)))
 
@@ -65,10 +67,11 @@ def wrap_module_(module: Module, names: Iterable[str] | None = None) -> Module:
     Raises:
         AliasStorageError: A name is not a buffer or tensor attribute of the module.
 
-    >>> import torch, aliasstorage
-    >>> layer = torch.nn.BatchNorm1d(2)
-    >>> aliasstorage.wrap_module_(layer, names=["running_mean"]).running_mean.window
-    Window(torch.float32, (2,), byte_offset=0)
+    Examples:
+        >>> import torch, aliasstorage
+        >>> layer = torch.nn.BatchNorm1d(2)
+        >>> aliasstorage.wrap_module_(layer, names=["running_mean"]).running_mean.window
+        Window(torch.float32, (2,), byte_offset=0)
     """
     return _map_module(module, names, wrap)
 

@@ -25,8 +25,9 @@ from aliasstorage.errors import (
 def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major stride of ``size``, in elements.
 
-    >>> contiguous_stride((2, 3, 4))
-    (12, 4, 1)
+    Examples:
+        >>> contiguous_stride((2, 3, 4))
+        (12, 4, 1)
     """
     stride: list[int] = []
     step = 1
@@ -51,12 +52,13 @@ class Window:
         MisalignedWindowError: ``byte_offset`` is not a multiple of the itemsize, which
             `torch.Tensor.view` with a dtype requires of every view.
 
-    >>> import torch
-    >>> keys = Window(torch.bfloat16, (4, 8), byte_offset=64)
-    >>> keys.stride, keys.nbytes, keys.span
-    ((8, 1), 64, (64, 128))
-    >>> keys.overlaps(Window(torch.float32, (4,), byte_offset=124))
-    True
+    Examples:
+        >>> import torch
+        >>> keys = Window(torch.bfloat16, (4, 8), byte_offset=64)
+        >>> keys.stride, keys.nbytes, keys.span
+        ((8, 1), 64, (64, 128))
+        >>> keys.overlaps(Window(torch.float32, (4,), byte_offset=124))
+        True
     """
 
     dtype: torch.dtype
@@ -117,9 +119,10 @@ class Window:
             UnsupportedTensorError: The tensor is sparse, nested, quantized or otherwise has
                 no strided bytes, or carries a conjugate or negative bit that bytes lack.
 
-        >>> import torch
-        >>> Window.of(torch.zeros(4, 6, dtype=torch.int16)[1:, ::2])
-        Window(torch.int16, (3, 3), (6, 2), byte_offset=12)
+        Examples:
+            >>> import torch
+            >>> Window.of(torch.zeros(4, 6, dtype=torch.int16)[1:, ::2])
+            Window(torch.int16, (3, 3), (6, 2), byte_offset=12)
         """
         check_strided(tensor)
         itemsize = tensor.dtype.itemsize
@@ -187,12 +190,13 @@ class Window:
         Raises:
             WindowOutOfBoundsError: The buffer is too short.
 
-        >>> import torch
-        >>> buffer = torch.zeros(8, dtype=torch.uint8)
-        >>> Window(torch.int16, (2,), byte_offset=4).regenerate(buffer).fill_(257)
-        tensor([257, 257], dtype=torch.int16)
-        >>> buffer
-        tensor([0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.uint8)
+        Examples:
+            >>> import torch
+            >>> buffer = torch.zeros(8, dtype=torch.uint8)
+            >>> Window(torch.int16, (2,), byte_offset=4).regenerate(buffer).fill_(257)
+            tensor([257, 257], dtype=torch.int16)
+            >>> buffer
+            tensor([0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.uint8)
         """
         self.check_bounds(buffer.shape[0])
         return regenerate(buffer, self.dtype, self.size, self.stride, self.byte_offset)
@@ -205,10 +209,11 @@ class Window:
             nbytes: Length of the buffer, needed only when ``view`` reaches outside this
                 window with `torch.as_strided`.
 
-        >>> import torch
-        >>> rows = Window(torch.float32, (4, 8), byte_offset=32)
-        >>> rows.compose(lambda tensor: tensor[2:].view(torch.int16)[:, 3])
-        Window(torch.int16, (2,), (16,), byte_offset=102)
+        Examples:
+            >>> import torch
+            >>> rows = Window(torch.float32, (4, 8), byte_offset=32)
+            >>> rows.compose(lambda tensor: tensor[2:].view(torch.int16)[:, 3])
+            Window(torch.int16, (2,), (16,), byte_offset=102)
         """
         buffer = torch.empty(max(nbytes, self.span[1]), dtype=torch.uint8, device="meta")
         return Window.of(view(self.regenerate(buffer)))

@@ -113,11 +113,12 @@ def plan(
         writes: All writes, in order of version.
         preferred_roots: Windows that make good roots, such as the ones the user passed.
 
-    >>> import torch
-    >>> a, b = Window(torch.float16, (4,)), Window(torch.float32, (2,))
-    >>> result = plan([Read(0, a, 1, (5,))], [Write(1, b, 3)])
-    >>> result.copies, result.fences  # a is copied, since b overwrites it before its use
-    ([Copy(read=0, position=1, overwritten_by=0)], [Fence(position=3, roots=(0, 1))])
+    Examples:
+        >>> import torch
+        >>> a, b = Window(torch.float16, (4,)), Window(torch.float32, (2,))
+        >>> result = plan([Read(0, a, 1, (5,))], [Write(1, b, 3)])
+        >>> result.copies, result.fences  # a is copied, since b overwrites it before its use
+        ([Copy(read=0, position=1, overwritten_by=0)], [Fence(position=3, roots=(0, 1))])
     """
     result = Plan()
     windows = list(dict.fromkeys(item.window for item in (*reads, *writes) if item.window.numel))
@@ -202,12 +203,13 @@ class Slice:
 def slice_of(window: Window, root: Window) -> Slice | None:
     """Return how a window is a slice of a smaller number of a root's elements, or None.
 
-    >>> import torch
-    >>> root = Window(torch.float16, (8, 4, 6))
-    >>> slice_of(Window(torch.float16, (4, 3), (48, 2), byte_offset=2 * 12), root)
-    Slice(ranges=((0, 4, 2), (2, 1, 1), (0, 3, 2)), dims=(0, 2))
-    >>> slice_of(Window(torch.float16, (9,), byte_offset=0), root) is None
-    True
+    Examples:
+        >>> import torch
+        >>> root = Window(torch.float16, (8, 4, 6))
+        >>> slice_of(Window(torch.float16, (4, 3), (48, 2), byte_offset=2 * 12), root)
+        Slice(ranges=((0, 4, 2), (2, 1, 1), (0, 3, 2)), dims=(0, 2))
+        >>> slice_of(Window(torch.float16, (9,), byte_offset=0), root) is None
+        True
     """
     itemsize = root.dtype.itemsize
     if window.dtype != root.dtype or window.numel >= root.numel or not window.numel:

@@ -23,15 +23,17 @@ from aliasstorage.window import Window
 class Layout:
     """A number of bytes and the named windows in them.
 
-    >>> import torch
-    >>> from aliasstorage.layouts import field, packed, repeated
-    >>> page = packed(field("conv", torch.bfloat16, (3, 4)), field("ssm", torch.float32, (2, 2)))
-    >>> cache = repeated(page, 8)
-    >>> cache.nbytes, cache["ssm"]
-    (320, Window(torch.float32, (8, 2, 2), (10, 2, 1), byte_offset=24))
-    >>> storage, windows = cache.allocate()
-    >>> windows["ssm"][7].fill_(1.0).shape, storage.nbytes
-    (torch.Size([2, 2]), 320)
+    Examples:
+        >>> import torch
+        >>> from aliasstorage.layouts import field, packed, repeated
+        >>> conv, ssm = field("conv", torch.bfloat16, (3, 4)), field("ssm", torch.float32, (2, 2))
+        >>> page = packed(conv, ssm)
+        >>> cache = repeated(page, 8)
+        >>> cache.nbytes, cache["ssm"]
+        (320, Window(torch.float32, (8, 2, 2), (10, 2, 1), byte_offset=24))
+        >>> storage, windows = cache.allocate()
+        >>> windows["ssm"][7].fill_(1.0).shape, storage.nbytes
+        (torch.Size([2, 2]), 320)
     """
 
     nbytes: int
@@ -137,10 +139,11 @@ def packed(*parts: Layout, align: int = 1, nbytes: int | None = None) -> Layout:
             as an odd number of 16-bit elements before a ``float32`` field.
         LayoutError: The layouts are longer than ``nbytes``, or two windows have one name.
 
-    >>> import torch
-    >>> from aliasstorage.layouts import field, packed
-    >>> packed(field("a", torch.bfloat16, (3,)), field("b", torch.float32), align=8)["b"]
-    Window(torch.float32, (), byte_offset=8)
+    Examples:
+        >>> import torch
+        >>> from aliasstorage.layouts import field, packed
+        >>> packed(field("a", torch.bfloat16, (3,)), field("b", torch.float32), align=8)["b"]
+        Window(torch.float32, (), byte_offset=8)
     """
     windows: dict[str, Window] = {}
     end = 0
@@ -210,10 +213,11 @@ def consolidated(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> La
 
     This is what tensordict's ``consolidate`` does when dtypes differ.
 
-    >>> import torch
-    >>> layout = consolidated({"k": (torch.bfloat16, (3,)), "n": (torch.int64, (1,))})
-    >>> [(name, window.byte_offset) for name, window in layout.windows.items()], layout.nbytes
-    ([('k', 0), ('n', 8)], 16)
+    Examples:
+        >>> import torch
+        >>> layout = consolidated({"k": (torch.bfloat16, (3,)), "n": (torch.int64, (1,))})
+        >>> [(name, window.byte_offset) for name, window in layout.windows.items()], layout.nbytes
+        ([('k', 0), ('n', 8)], 16)
     """
     parts = [field(name, dtype, size) for name, (dtype, size) in tensors.items()]
     whole = packed(*parts, align=8)

@@ -27,10 +27,11 @@ class HybridGeometry:
         state_dtype: Element type of recurrent states.
         block_alignment: Attention kernels want a multiple of this many tokens in a block.
 
-    >>> small = HybridGeometry.gated_delta_net(layers=8, interval=4, key_heads=2, value_heads=4,
-    ...                                        state_dim=32, kv_heads=2, head_dim=32)
-    >>> small.state_bytes, small.block_tokens, small.page_bytes, small.groups
-    (17920, 80, 20480, [[3, 7], [0, 4], [1, 5], [2, 6]])
+    Examples:
+        >>> small = HybridGeometry.gated_delta_net(layers=8, interval=4, key_heads=2, value_heads=4,
+        ...                                        state_dim=32, kv_heads=2, head_dim=32)
+        >>> small.state_bytes, small.block_tokens, small.page_bytes, small.groups
+        (17920, 80, 20480, [[3, 7], [0, 4], [1, 5], [2, 6]])
     """
 
     attention: tuple[int, ...]

@@ -26,13 +26,16 @@ def shared_by(geometry: HybridGeometry, blocks: int) -> list[Layout]:
         geometry: The model.
         blocks: Pages in each tensor; page 0 is the null block.
 
-    >>> geometry = HybridGeometry.gated_delta_net(layers=4, interval=4, key_heads=1, value_heads=2,
-    ...                                           state_dim=16, kv_heads=1, head_dim=16)
-    >>> (layout,) = shared_by(geometry, blocks=64)
-    >>> sorted(layout)
-    ['L0.conv', 'L0.ssm', 'L1.conv', 'L1.ssm', 'L2.conv', 'L2.ssm', 'L3.k', 'L3.v']
-    >>> layout["L3.v"].byte_offset, layout["L2.ssm"].byte_offset
-    (1536, 384)
+    Examples:
+        >>> geometry = HybridGeometry.gated_delta_net(
+        ...     layers=4, interval=4, key_heads=1, value_heads=2, state_dim=16,
+        ...     kv_heads=1, head_dim=16,
+        ... )
+        >>> (layout,) = shared_by(geometry, blocks=64)
+        >>> sorted(layout)
+        ['L0.conv', 'L0.ssm', 'L1.conv', 'L1.ssm', 'L2.conv', 'L2.ssm', 'L3.k', 'L3.v']
+        >>> layout["L3.v"].byte_offset, layout["L2.ssm"].byte_offset
+        (1536, 384)
     """
     attention, *linear = geometry.groups
     block = (geometry.block_tokens, geometry.kv_heads, geometry.head_dim)
