@@ -254,6 +254,11 @@ def programs(draw: Any, configurations: tuple[str, ...]) -> Program:
                 exec(line, scope)  # noqa: S102
         except Exception:  # noqa: S112  (a line that plain views refuse is not drawn)
             continue
+        value = scope.get(new)
+        if isinstance(value, torch.Tensor) and not value.dim() and value.dtype == torch.float64:
+            # After a graph break it would be an input of the kind that stock Dynamo loses writes to.
+            del scope[new]
+            continue
         program.lines.append(line)
         if new in scope:
             names.append(new)
