@@ -256,7 +256,7 @@ def programs(draw: Any, configurations: tuple[str, ...]) -> Program:
             continue
         value = scope.get(new)
         if isinstance(value, torch.Tensor) and not value.dim() and value.dtype == torch.float64:
-            # After a graph break it would be an input of the kind that stock Dynamo loses writes to.
+            # After a graph break, an input of the kind that stock Dynamo loses writes to.
             del scope[new]
             continue
         program.lines.append(line)
