@@ -82,8 +82,8 @@ def explain(
         >>> a, b = raw.view(torch.float16), raw.view(torch.float32)[:4]
         >>> print(aliasstorage.explain(step)(a, b))
         graph 0, a byte buffer of 64 bytes: 2 windows in 1 alias class
-          [0] a: torch.float16 (32,) at byte 0, with [1]
-          [1] b: torch.float32 (4,) at byte 0, with [0]
+          [0] window_a: torch.float16 (32,) at byte 0, with [1]
+          [1] window_b: torch.float32 (4,) at byte 0, with [0]
           computed into place  aten.add.Tensor -> [1]
           fences: 1
           copies: none

@@ -79,14 +79,19 @@ _MAKE: dict[Form, Callable[..., torch.Tensor]] = {
 
 
 def _named_windows(storages: Sequence[MergedStorage]) -> dict[Window, str]:
-    """Return the windows that the function takes, and a name for each, from its source."""
+    """Return the windows that the function takes, and a name for each, from its source.
+
+    A window that is taken of two storages has no name.
+    """
     names: dict[Window, str] = {}
     for storage in storages:
+        mine: dict[Window, str] = {}
         for member in storage.members:
             window = static_window(member)
-            if window is not None and window not in names:
+            if window is not None and window not in mine:
                 source = _compat.source_name(member.node._dynamo_source)
-                names[window] = re.sub(r"\W+", "_", source.removeprefix("L")).strip("_")
+                mine[window] = re.sub(r"\W+", "_", source.removeprefix("L")).strip("_")
+        names.update({window: "" if window in names else name for window, name in mine.items()})
     return names
 
 

@@ -51,7 +51,7 @@ class Recorder:
         >>> raw = torch.zeros(64, dtype=torch.uint8)
         >>> _ = step(raw[:32].view(4, 8).view(torch.float16), raw[32:].view(torch.float32))
         >>> [name for name, dtype, shape in recorder.graphs[0].inputs]
-        ['keys', 'state']
+        ['window_keys', 'window_state']
         >>> "fill_" in str(recorder), "clone" in str(recorder)
         (True, False)
     """

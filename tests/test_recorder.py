@@ -97,7 +97,39 @@ def test_each_storage_is_one_input_of_bytes(case, form, carrier):
 @pytest.mark.parametrize("carrier", ["plain", "wrapped"])
 def test_windows_have_the_names_of_their_sources(carrier):
     (graph,) = record("two_dtypes", "windows", carrier).graphs
-    assert {name for name, _, _ in graph.inputs} >= {"a", "b"}
+    assert {name for name, _, _ in graph.inputs} >= {"window_a", "window_b"}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_names_that_compilers_use_themselves(inner):
+    def step(torch, self, buf0, arg0_1):
+        torch.add_(1)
+        self.mul_(2)
+        buf0.copy_(self + arg0_1)
+        return torch + buf0
+
+    raw = torch.zeros(96, dtype=torch.uint8)
+    views = raw[:32].view(torch.float16), raw[32:].view(torch.int32)
+    results = torch.compile(step, backend=aliasstorage.backend(inner))(
+        views[0], views[1], views[1], torch.ones(16, dtype=torch.int32)
+    )
+    assert results.tolist() == [2.0] * 16
+    assert views[1].tolist() == [1] * 16
+
+
+def test_equal_windows_of_two_storages_have_inputs_of_their_own():
+    def step(a, b, c, d, arg1_1):
+        a.add_(b[0])
+        c.copy_(d[1] + arg1_1)
+        return a + c
+
+    raws = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    views = [v for raw in raws for v in (raw.view(torch.float16), raw.view(torch.float32)[:8])]
+    recorder = Recorder("aot_eager")
+    torch.compile(step, backend=recorder)(views[0], views[1], views[2], views[3], torch.ones(32))
+    names = [name for name, _, _ in recorder.graphs[0].inputs]
+    assert len(set(names)) == len(names) == 5
+    assert raws[1].view(torch.float16).tolist() == [1.0] * 32
 
 
 class Sizes(Recorder):

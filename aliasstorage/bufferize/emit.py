@@ -71,8 +71,11 @@ class BufferEmitter:
         after = self.graph.find_nodes(op="placeholder")[-1]
         for number, window in enumerate(self.plan.roots):
             with self.graph.inserting_after(after):
-                name = self.names.get(window) or f"{self.buffer.name}_window_{number}"
+                source = self.names.get(window)
+                # A prefix, since compilers have names of their own: self, torch, buf0, ...
+                name = f"window_{source}" if source else f"{self.buffer.name}_window_{number}"
                 after = self.graph.placeholder(name)
+            after.target = after.name  # the argument's name, which fx makes unique only as a node's
             after.meta["val"] = fake_root(self.buffer.meta["val"], window)
             self.inputs.append(TypedInput(after, self.buffer, window))
             self.report.names.append(after.name)
