@@ -49,16 +49,21 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _mutate(func, info, args, kwargs)
 
 
-def _map_typed(value: Any) -> Any:
-    """Replace the windows in the arguments of an operation by their plain typed views."""
-    kind = type(value)
-    if kind is AliasTensor:
-        return value._typed()
-    if kind is tuple or kind is list:
-        return kind([_map_typed(item) for item in value])
-    if kind is dict:
-        return {key: _map_typed(item) for key, item in value.items()}
-    return value
+_CONTAINERS = frozenset({tuple, list, dict})
+
+
+def _map_typed(values: Any) -> Any:
+    """Replace the windows in a container of arguments by their plain typed views."""
+    if type(values) is dict:
+        return dict(zip(values, _map_typed(list(values.values())), strict=True)) if values else {}
+    return type(values)(
+        [
+            value._typed()
+            if type(value) is AliasTensor
+            else (_map_typed(value) if type(value) in _CONTAINERS else value)
+            for value in values
+        ]
+    )
 
 
 def _view(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,15 +126,7 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         # Over real bytes the operation does on the plain views what it does anywhere.
         if torch.is_grad_enabled():
             _check_no_gradient(func, info, args, kwargs)
-        typed = [
-            arg._plain
-            if type(arg) is AliasTensor
-            else _map_typed(arg)
-            if type(arg) is list
-            else arg
-            for arg in args
-        ]
-        result = func(*typed, **_map_typed(kwargs)) if kwargs else func(*typed)
+        result = func(*_map_typed(args), **_map_typed(kwargs))
         return _returned(info, args, kwargs, result)
     if func is torch.ops.aten.copy_.default and tracing.is_written_back(args):
         return args[0]

@@ -90,7 +90,7 @@ def explain(
     """
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
-        from aliasstorage import lowering
+        from aliasstorage.lowering import listening
 
         explanation = Explanation()
 
@@ -99,11 +99,8 @@ def explain(
                 explanation.graphs.append(GraphReport(reports, module.code))
 
         compiled = torch.compile(function, backend=backend(inner=inner, **options))
-        lowering.graph_listeners.append(listen)
-        try:
+        with listening(listen):
             explanation.result = compiled(*args, **kwargs)
-        finally:
-            lowering.graph_listeners.remove(listen)
         return explanation
 
     return run

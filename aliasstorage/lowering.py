@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,9 +29,21 @@ _OWN_OPTIONS = ("inner", "bufferize", "form", "decompositions")
 
 Compiler = Callable[..., Callable[..., Any]]
 
-# Called with each graph that is handed to an inner backend, and the reports on its buffers;
-# `explain` and `Recorder` listen here.
-graph_listeners: list[Callable[[list[BufferReport], torch.fx.GraphModule], None]] = []
+GraphListener = Callable[[list[BufferReport], torch.fx.GraphModule], None]
+_graph_listeners: list[GraphListener] = []
+
+
+@contextmanager
+def listening(listener: GraphListener) -> Iterator[None]:
+    """Call ``listener`` with each graph that is handed to an inner backend meanwhile.
+
+    It gets the reports on the graph's byte buffers, and the graph.
+    """
+    _graph_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _graph_listeners.remove(listener)
 
 
 def compile_graph(
@@ -184,7 +197,7 @@ def _boxed(compiler: Compiler) -> Compiler:
 
 
 def _notify(reports: list[BufferReport], module: torch.fx.GraphModule) -> None:
-    for listener in graph_listeners:
+    for listener in _graph_listeners:
         listener(reports, module)
 
 

@@ -36,7 +36,8 @@ _MOVED = {
     aten.scatter_.src: "src",
     aten.scatter_.value: "value",
 }
-_INTEGER = {1: torch.uint8, 2: torch.int16}
+# An integer type for each size of an element, in bytes.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def loses_bits(dtype: torch.dtype) -> bool:
@@ -46,7 +47,7 @@ def loses_bits(dtype: torch.dtype) -> bool:
 
 def is_move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an in-place operation only moves values into its first argument."""
-    if func not in _MOVED or _accumulates(func, args, kwargs):
+    if func not in _MOVED or is_accumulation(func, args, kwargs):
         return False
     dtype = args[0].dtype
     value = _moved(func).get(args, kwargs)
@@ -71,7 +72,7 @@ def on_integers(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a move's arguments, typed tensors, as integers of the same size."""
     target = args[0]
-    integer = _INTEGER[target.dtype.itemsize]
+    integer = INTEGERS[target.dtype.itemsize]
     argument = _moved(func)
     value = argument.get(args, kwargs)
     if isinstance(value, torch.Tensor):
@@ -103,7 +104,7 @@ _REACHED = {
 def is_accumulation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an in-place operation computes some elements of its first argument."""
     if func is aten.index_put_.default:
-        return _accumulates(func, args, kwargs)
+        return bool(op_info(func).arguments[3].get(args, kwargs))  # accumulate
     return func in _REACHED
 
 
@@ -119,14 +120,8 @@ def accumulate_on_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     else:
         dim, index = (argument.get(args, kwargs) for argument in op_info(func).arguments[1:3])
         reached = _REACHED[func](nothing, dim, index, True)
-    integers = target.view(_INTEGER[target.dtype.itemsize])
+    integers = target.view(INTEGERS[target.dtype.itemsize])
     integers.copy_(torch.where(reached, computed.view(integers.dtype), integers))
-
-
-def _accumulates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if func is not aten.index_put_.default:
-        return False
-    return bool(args[3] if len(args) > 3 else kwargs.get("accumulate"))
 
 
 def _moved(func: Any) -> Argument:

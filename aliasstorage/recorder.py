@@ -64,13 +64,10 @@ class Recorder:
         self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile a Dynamo graph, and keep what the inner backend is handed."""
-        from aliasstorage.lowering import graph_listeners
+        from aliasstorage.lowering import listening
 
-        graph_listeners.append(self._listen)
-        try:
+        with listening(self._listen):
             return aliasstorage_backend(module, example_inputs, options=self._options, **kwargs)
-        finally:
-            graph_listeners.remove(self._listen)
 
     def _listen(self, reports: list[BufferReport], module: torch.fx.GraphModule) -> None:
         inputs = []

@@ -153,6 +153,13 @@ def layout_case(
     return Case(name, f"{nbytes / MIB:.0f} MiB", variants, tolerance)
 
 
+def small_windows(count: int) -> list[Window]:
+    """Return windows of a few rows, float16 and float32 in turns, side by side."""
+    dtypes, size = (torch.float16, torch.float32), (8, 16)
+    room = size[0] * size[1] * 4
+    return [Window(dtypes[number % 2], size, None, number * room) for number in range(count)]
+
+
 def two_dtypes(nbytes: int) -> tuple[list[Window], tuple[torch.Tensor, ...]]:
     """Return a float16 and a float32 cache in one buffer, and slots and values for each."""
     half = nbytes // 2

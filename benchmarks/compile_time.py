@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import aliasstorage
-from aliasstorage import Window
+from benchmarks.cases import small_windows
 from examples.hybrid_decode import Geometry, caches_of, make_step
 
 SEPARATE = "stock, separate caches"
@@ -51,9 +51,8 @@ def cache_operations(
     variant: str, windows: int, operations: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function of many windows and many reads and writes, and its arguments."""
-    dtypes, room = (torch.float16, torch.float32), 8 * 16 * 4
-    specs = [Window(dtypes[n % 2], (8, 16), None, n * room) for n in range(windows)]
-    raw = torch.zeros(windows * room, dtype=torch.uint8)
+    specs = small_windows(windows)
+    raw = torch.zeros(specs[-1].span[1], dtype=torch.uint8)
     caches = [spec.regenerate(raw) for spec in specs]
     caches = [c.clone() for c in caches] if variant == SEPARATE else aliasstorage.wrap(caches)
 

@@ -9,7 +9,7 @@ import torch
 
 import aliasstorage
 from aliasstorage import AliasTensor, ByteStorage, Window
-from benchmarks.cases import Case, Variant, of_its_own, ours, stock
+from benchmarks.cases import Case, Variant, of_its_own, ours, small_windows, stock
 
 ROWS, WIDTH = 8, 16
 DTYPES = (torch.float16, torch.float32)
@@ -18,9 +18,7 @@ DTYPES = (torch.float16, torch.float32)
 def windows_case(count: int) -> Case:
     """A call with ``count`` windows, a row written to each."""
     room = ROWS * WIDTH * 4
-    windows = [
-        Window(DTYPES[number % 2], (ROWS, WIDTH), None, number * room) for number in range(count)
-    ]
+    windows = small_windows(count)
     slot, x = torch.tensor([1]), torch.ones(1, WIDTH)
 
     def step(caches: Sequence[Any], slot: Any, x: Any) -> Any:
@@ -65,9 +63,7 @@ def where_the_time_goes(count: int) -> Case:
     """The parts of a call with ``count`` wrapped windows, whose graph does next to nothing."""
     room = ROWS * WIDTH * 4
     buffer = torch.zeros(count * room, dtype=torch.uint8)
-    windows = [
-        Window(DTYPES[number % 2], (ROWS, WIDTH), None, number * room) for number in range(count)
-    ]
+    windows = small_windows(count)
     views = aliasstorage.wrap([window.regenerate(buffer) for window in windows])
     captured: dict[str, Any] = {}
     zero = torch.zeros(())

@@ -38,6 +38,11 @@ def views():
     return buffer.view(torch.float16), buffer[32:].view(torch.float32)
 
 
+def half_wrapped():
+    a, b = views()
+    return a, wrap(b)
+
+
 def write_both(a, b):
     return a.add_(1), b.mul_(2)
 
@@ -137,7 +142,7 @@ REFUSALS = {
         inner="aot_eager",
     ),
     "windows and plain tensors": lambda: torch.compile(write_both, backend="aot_eager")(
-        *((a, wrap(b)) for a, b in [views()]).__next__()
+        *half_wrapped()
     ),
     "one call, overlapping windows": lambda: compiled(
         move,

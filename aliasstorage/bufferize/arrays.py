@@ -13,8 +13,7 @@ import torch
 
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.errors import BackendUnsupportedError
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from aliasstorage.moves import INTEGERS
 
 
 def check_separable(reports: Sequence[BufferReport]) -> None:
@@ -42,7 +41,7 @@ def with_copies(compiled: Callable[[list[Any]], Any], count: int) -> Callable[[l
         result = compiled(arguments[:count] + copies)
         for window, copy in zip(windows, copies, strict=True):
             # On integers, so that every bit comes back.
-            integer = _INTEGERS.get(window.dtype.itemsize, window.dtype)
+            integer = INTEGERS.get(window.dtype.itemsize, window.dtype)
             window.view(integer).copy_(copy.view(integer))
         return result
 
