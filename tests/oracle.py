@@ -8,7 +8,8 @@ like a view is found there. It does all of that twice, so that a stale second ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 
 import aliasstorage
 from aliasstorage import AliasTensor, Window
+from aliasstorage.bufferize.report import BufferReport
+from aliasstorage.lowering import listening
 
 BYTES = 256
 
@@ -248,3 +251,11 @@ def relations(results: Sequence[Any], args: Sequence[Any], buffers: Sequence[Any
 def total(tensor: torch.Tensor) -> torch.Tensor:
     """Return a sum that NaNs and infinities do not swallow."""
     return tensor.float().nan_to_num(1.0, 2.0, 3.0).clamp(-4, 4).sum()
+
+
+@contextmanager
+def buffer_reports() -> Iterator[list[BufferReport]]:
+    """Collect the reports on every graph that is handed to an inner backend meanwhile."""
+    reports: list[BufferReport] = []
+    with listening(lambda found, module: reports.extend(found)):
+        yield reports

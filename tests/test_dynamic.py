@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import aliasstorage
-from aliasstorage import Window, lowering
+from aliasstorage import Window
+from tests.oracle import buffer_reports
 
 
 def random_bytes(nbytes, seed):
@@ -55,19 +56,15 @@ def test_sizes_that_change(layout, step, bufferize, carrier, inner):
     """One compilation for the first sizes, one more for each kind of size that changes."""
     if layout is side_by_side and (carrier, inner) != ("plain", "aot_eager"):
         pytest.skip("the offset of a wrapped window is static: see test_offsets_of_wrapped_windows")
-    compiles, reasons = [], []
+    compiles = []
     backend = aliasstorage.backend(inner=inner, bufferize=bufferize)
 
     def counting(module, inputs):
         compiles.append(1)
         return backend(module, inputs)
 
-    def listen(reports, module):
-        reasons.extend(report.reason for report in reports)
-
     compiled = torch.compile(step, backend=counting)
-    lowering.graph_listeners.append(listen)
-    try:
+    with buffer_reports() as reports:
         for n, rows in SIZES:
             want, got = random_bytes(rows * 64, n), random_bytes(rows * 64, n)
             x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(n)).half()
@@ -79,11 +76,9 @@ def test_sizes_that_change(layout, step, bufferize, carrier, inner):
                 left.fill_(1)
                 right.fill_(1)
             assert torch.equal(want, got), (n, rows)
-    finally:
-        lowering.graph_listeners.remove(listen)
     assert len(compiles) <= 3
-    assert not any(reasons)
-    assert reasons or not bufferize
+    assert not any(report.reason for report in reports)
+    assert reports or not bufferize
 
 
 def test_offsets_of_wrapped_windows():
@@ -147,10 +142,8 @@ def test_a_window_taken_inside_with_a_size_that_changes():
         state.fill_(n)
         return keys.sum() + state.sum()
 
-    explained = []
     compiled = torch.compile(step, backend="aliasstorage", options={"inner": "aot_eager"})
-    lowering.graph_listeners.append(lambda reports, module: explained.extend(reports))
-    try:
+    with buffer_reports() as reports:
         for n in (4, 8, 12, 5):
             before = storage.buffer.clone()
             result = compiled(n, 1.0)
@@ -158,7 +151,5 @@ def test_a_window_taken_inside_with_a_size_that_changes():
             storage.buffer.copy_(before)
             assert torch.equal(step(n, 1.0), result)
             assert torch.equal(storage.buffer, after)
-    finally:
-        lowering.graph_listeners.pop()
-    assert not any(report.reason for report in explained)
-    assert len(explained) == 2
+    assert not any(report.reason for report in reports)
+    assert len(reports) == 2

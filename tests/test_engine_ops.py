@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import aliasstorage
-from aliasstorage import Window, lowering
+from aliasstorage import Window
 from aliasstorage.layouts import HybridGeometry, vllm
+from tests.oracle import buffer_reports
 
 GEOMETRY = HybridGeometry.gated_delta_net(
     layers=4, interval=4, key_heads=1, value_heads=2, state_dim=16, kv_heads=1, head_dim=16
@@ -143,10 +144,8 @@ def windows_of(raw):
 @pytest.mark.parametrize("carrier", ["plain", "wrapped"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_engine_operations(program, carrier, inner):
-    reports = []
     compiled = torch.compile(program, backend=aliasstorage.backend(inner), fullgraph=True)
-    lowering.graph_listeners.append(lambda found, module: reports.extend(found))
-    try:
+    with buffer_reports() as reports:
         for seed in (0, 1):
             sides = []
             for run in (program, compiled):
@@ -165,8 +164,6 @@ def test_engine_operations(program, carrier, inner):
             assert torch.equal(want_raw, raw)
             for left, right in zip(want, got, strict=True):
                 torch.testing.assert_close(left, aliasstorage.unwrap(right), rtol=1e-5, atol=1e-6)
-    finally:
-        lowering.graph_listeners.pop()
     (report,) = {id(report): report for report in reports}.values()
     assert report.reason is None
     page = GEOMETRY.page_bytes

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import aliasstorage
-from aliasstorage import AliasTensor, errors, lowering
+from aliasstorage import AliasTensor, errors
 from examples.huggingface_hybrid import MODELS, decode, decode_step, prefill
+from tests.oracle import buffer_reports
 
 pytest.importorskip("transformers")
 
@@ -17,13 +18,9 @@ def check(model_name, inner, wrapped, dtype=torch.float32, tolerance=0.0):
     want, want_logits = decode(decode_step(model), *prefill(model, PROMPT, 32), 5)
     cache, token = prefill(model, PROMPT, 32)
     storage = aliasstorage.consolidate_(cache, wrapped=wrapped)
-    reports = []
-    lowering.graph_listeners.append(lambda found, module: reports.extend(found))
-    try:
+    with buffer_reports() as reports:
         compiled = torch.compile(decode_step(model), backend=aliasstorage.backend(inner))
         got, logits = decode(compiled, cache, token, 5)
-    finally:
-        lowering.graph_listeners.pop()
     if dtype == torch.float32:
         assert torch.equal(want, got)
     torch.testing.assert_close(want_logits, logits, rtol=tolerance, atol=tolerance)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import aliasstorage
-from aliasstorage import errors, lowering
+from aliasstorage import errors
 from aliasstorage.layouts import (
     HybridGeometry,
     ascend,
@@ -19,6 +19,7 @@ from aliasstorage.layouts import (
     sglang,
     vllm,
 )
+from tests.oracle import buffer_reports
 
 TABLES = json.loads((Path(__file__).parent / "data" / "layouts.json").read_text())
 DTYPES = {
@@ -178,11 +179,8 @@ def step(windows, rows, number):
 @pytest.mark.parametrize("name", SMALL)
 def test_every_window_under_the_backend(name, carrier):
     """Random bytes, a step through all windows, the whole buffer compared, nothing copied."""
-    reports = []
-
-    lowering.graph_listeners.append(lambda found, module: reports.extend(found))
     rows = torch.tensor([1, 2])
-    try:
+    with buffer_reports() as reports:
         for layout in layouts_of(name, blocks=6):
             torch._dynamo.reset()
             generator = torch.Generator().manual_seed(0)
@@ -199,8 +197,6 @@ def test_every_window_under_the_backend(name, carrier):
                     sides.append(run(windows, rows, number))
                 assert torch.equal(want, raw)
                 torch.testing.assert_close(*sides)
-    finally:
-        lowering.graph_listeners.pop()
     assert reports
     for report in reports:
         assert report.reason is None
