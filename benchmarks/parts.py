@@ -95,7 +95,7 @@ def where_the_time_goes(count: int) -> Case:
 
         def flatten() -> torch.Tensor:
             for view in views:
-                view.__tensor_flatten__()
+                view.__tensor_flatten__()  # type: ignore[attr-defined]
             return zero
 
         def regenerate() -> torch.Tensor:

@@ -16,7 +16,7 @@ import aliasstorage
 from aliasstorage import ByteStorage
 from aliasstorage.registry import PerTensor
 from examples.hybrid_decode import Geometry, caches_of, make_step
-from tests.test_compile import scale_pair
+from tests.two_windows import scale_pair
 
 ROWS = torch.tensor([1, 3])
 

@@ -185,6 +185,6 @@ def test_fakes_of_windows_share_a_buffer():
     keys, state = (storage.window(*field) for field in FIELDS)
     mode = torch._subclasses.FakeTensorMode()
     fake_keys, fake_state = mode.from_tensor(keys), mode.from_tensor(state)
-    assert fake_keys.buffer is fake_state.buffer
+    assert fake_keys.buffer is fake_state.buffer  # type: ignore[attr-defined]
     assert (fake_state.shape, fake_state.dtype) == (state.shape, state.dtype)
     assert keys.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()

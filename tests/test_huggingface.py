@@ -72,7 +72,7 @@ def test_consolidate_keeps_values_and_sharing():
     assert cache.values.window.byte_offset - cache.keys.window.byte_offset == 128
     assert cache.states["length"].item() == 3
     assert torch.equal(cache.more[0], torch.ones(3, dtype=torch.bool))
-    assert cache.states["conv"]._dynamo_static_input_type == "unguarded"
+    assert cache.states["conv"]._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]
     cache.values.fill_(7)
     assert (storage.buffer.view(-1)[:256].view(torch.float32)[32:] == 7).all()
     again = aliasstorage.consolidate_(cache, wrapped=False)

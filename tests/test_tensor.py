@@ -425,7 +425,7 @@ def test_nothing_keeps_a_dead_storage_alive():
     windows = aliasstorage.wrap([raw[:8].view(torch.float16), raw[8:].view(torch.float32)])
     windows[0][1:].add_(1)
     probe, key = weakref.ref(raw.untyped_storage()), raw.untyped_storage()._cdata
-    buffer = weakref.ref(windows[0].buffer)
+    buffer = weakref.ref(windows[0].buffer)  # type: ignore[attr-defined]
     assert key in live_buffers
     del raw, windows
     gc.collect()
@@ -436,7 +436,7 @@ def test_nothing_keeps_a_dead_storage_alive():
 
 def test_a_storage_that_grew_gets_a_new_buffer():
     raw = torch.zeros(8, dtype=torch.uint8)
-    old = aliasstorage.wrap(raw).buffer
+    old = aliasstorage.wrap(raw).buffer  # type: ignore[attr-defined]
     raw.untyped_storage().resize_(32)
     new = ByteStorage.adopt(raw)
     assert new.nbytes == 32
@@ -447,7 +447,7 @@ def test_wrapping_twice_gives_one_buffer():
     raw = torch.zeros(64, dtype=torch.uint8)
     a = aliasstorage.wrap(raw[:8])
     b = aliasstorage.wrap(raw.view(torch.int32))
-    assert a.buffer is b.buffer
+    assert a.buffer is b.buffer  # type: ignore[attr-defined]
     assert aliasstorage.wrap(a) is a
 
 
