@@ -19,6 +19,13 @@ from aliasstorage._compat import (
     run_eagerly,
 )
 from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
+from aliasstorage.identities import (
+    clone_bytes,
+    is_plain_copy,
+    keep_apart,
+    may_be_identity,
+    typed_apart,
+)
 from aliasstorage.moves import (
     accumulate_on_copy,
     is_accumulation,
@@ -43,9 +50,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if info.viewed is not None:
         return _view(func, info, args, kwargs)
     if not info.mutated:
-        if func in _COPIES and _is_plain_copy(args, kwargs):
-            return _clone_bytes(args[0])
-        return func(*_map_typed(args), **_map_typed(kwargs))
+        if is_plain_copy(func, args, kwargs):
+            return clone_bytes(args[0])
+        result = func(*_map_typed(args), **_map_typed(kwargs))
+        if type(result) is not torch.Tensor and may_be_identity(func):
+            # See Note [A copy of a window must stay a copy].
+            windows = _windows((args, tuple(kwargs.values())))
+            if windows and tracing.stays_a_byte_graph(windows[0]._buffer):
+                return keep_apart(result, windows)
+        return result
     return _mutate(func, info, args, kwargs)
 
 
@@ -98,28 +111,6 @@ def _view(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[st
     return return_and_correct_aliasing(func, args, kwargs, result)
 
 
-_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
-
-
-def _is_plain_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    source = args[0]
-    return (
-        type(source) is AliasTensor
-        and tracing.must_clone_bytes(source._buffer)
-        and kwargs.get("dtype") in (None, source.dtype)
-        and kwargs.get("device") in (None, source.device)
-        and kwargs.get("memory_format") in (None, torch.preserve_format)
-    )
-
-
-def _clone_bytes(source: AliasTensor) -> torch.Tensor:
-    """Copy a window on its bytes. See Note [A clone of a window must stay a copy]."""
-    itemsize = source.dtype.itemsize
-    size, stride = (*source.shape, itemsize), [step * itemsize for step in source.stride()]
-    values = torch.as_strided(source._buffer, size, (*stride, 1), source._byte_offset)
-    return (values ^ 0).view(source.dtype).squeeze(-1)
-
-
 def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = info.mutated[0].get(args, kwargs)
     if type(target) is AliasTensor and type(target._buffer) is torch.Tensor and not info.outs:
@@ -152,6 +143,12 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         elif is_accumulation(func, typed_args, typed_kwargs):
             accumulate_on_copy(func, typed_args, typed_kwargs)
             return target
+    if type(target) is not AliasTensor and may_be_identity(func):
+        windows = _windows((args, tuple(kwargs.values())))
+        if windows and tracing.stays_a_byte_graph(windows[0]._buffer):
+            # See Note [A copy of a window must stay a copy].
+            written = _windows([argument.get(args, kwargs) for argument in info.mutated])
+            typed_args, typed_kwargs = typed_apart(args, written), typed_apart(kwargs, written)
     eager_outs = [entry for entry in outs if not tracing.is_traced(entry[1]._buffer)]
     for argument, out in eager_outs:
         # torch would resize an out= tensor of another shape; let it resize a scratch tensor.

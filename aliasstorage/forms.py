@@ -41,7 +41,9 @@ BACKEND_OPTIONS: dict[str, dict[str, Any]] = {"openvino": {"aot_autograd": True}
 
 # Forms in which a backend was found to be silently wrong, and dtypes of windows with which it
 # is, or crashes the process. They are refused by name.
+_ALIASES = "it returns aliases of a storage that was written where the program copies"
 _WRONG_FORMS: dict[str, dict[Form, str]] = {
+    "inductor": {"bytes": _ALIASES, "slices": _ALIASES},
     "openvino": {"windows": "it does not keep the order of reads and writes of shared bytes"},
 }
 _WRONG_DTYPES: dict[str, tuple[str, frozenset[torch.dtype]]] = {

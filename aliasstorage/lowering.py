@@ -280,10 +280,10 @@ def _through_aot(
         fw_compiler=forward, bw_compiler=forward, keep_inference_input_mutations=True, **options
     )
 
-    def compile_and_keep_clones(
+    def compile_for_own_backend(
         module: torch.fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         with for_own_backend(bufferize):
             return compile_with_aot_eager(module, example_inputs)
 
-    return compile_and_keep_clones
+    return compile_for_own_backend

@@ -106,13 +106,6 @@ def is_written_back(args: tuple[Any, ...]) -> bool:
 _checked: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 
-# Note [A clone of a window must stay a copy]
-# On a byte graph, Inductor drops a returned clone of a window as a no-op: it takes the change of
-# dtype before it for an operation with a fresh result, and the "copy" comes back as an alias of
-# the buffer. Where the graph may go there unchanged, a clone is therefore computed on the bytes,
-# by an operation that is the identity and that no pass knows to be one. It also keeps the bits of
-# NaNs. The backend of this library copies by an operation of its own instead.
-_clones_are_kept: ContextVar[bool] = ContextVar("clones_are_kept", default=False)
 _writes_are_in_place: ContextVar[bool] = ContextVar("writes_are_in_place", default=False)
 
 
@@ -120,22 +113,15 @@ _writes_are_in_place: ContextVar[bool] = ContextVar("writes_are_in_place", defau
 def for_own_backend(in_place: bool) -> Iterator[None]:
     """Trace for the backend of this library.
 
-    Clones of windows are traced as clones: the backend sees to it that they stay copies.
-
     Args:
-        in_place: Whether it makes in-place writes of the functional ones.
+        in_place: Whether it makes in-place writes of the functional ones, and of clones copies
+            that no compiler drops.
     """
-    clones, writes = _clones_are_kept.set(True), _writes_are_in_place.set(in_place)
+    token = _writes_are_in_place.set(in_place)
     try:
         yield
     finally:
-        _clones_are_kept.reset(clones)
-        _writes_are_in_place.reset(writes)
-
-
-def must_clone_bytes(buffer: torch.Tensor) -> bool:
-    """Return whether a clone of a window of ``buffer`` must be computed on bytes."""
-    return not _clones_are_kept.get() and isinstance(buffer, FunctionalTensor)
+        _writes_are_in_place.reset(token)
 
 
 def stays_a_byte_graph(buffer: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ as a size that is computed inside the graph, makes the buffer unrecognized, with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,7 +212,9 @@ def may_alias_argument(node: torch.fx.Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-def uses(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def uses(
+    node: torch.fx.Node, is_view: Callable[[torch.fx.Node], bool] = may_alias_argument
+) -> Iterator[torch.fx.Node]:
     """Yield the nodes that use a view's values, looking through views of it."""
     seen = {node}
     pending = [node]
@@ -222,5 +224,5 @@ def uses(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
                 continue
             seen.add(user)
             yield user
-            if user.op == "call_function" and may_alias_argument(user):
+            if user.op == "call_function" and is_view(user):
                 pending.append(user)

@@ -15,7 +15,13 @@ from aliasstorage.bufferize import ops
 from aliasstorage.bufferize.analyze import Analysis
 from aliasstorage.bufferize.arrays import check_separable, with_copies
 from aliasstorage.bufferize.emit import BufferEmitter, TypedInput, static_length
-from aliasstorage.bufferize.recognize import UnrecognizedError, byte_buffers, recognize, uses
+from aliasstorage.bufferize.recognize import (
+    UnrecognizedError,
+    byte_buffers,
+    may_alias_argument,
+    recognize,
+    uses,
+)
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.simplify import drop_self_writes, eliminate_dead_code
 from aliasstorage.bufferize.symbolic import symbol_sources
@@ -56,11 +62,22 @@ def bufferize(
     return typed, reports
 
 
-def keep_clones(graph: torch.fx.Graph) -> None:
-    """Make clones of windows copies that no pass drops, in a graph that stays a byte graph.
+def _may_become_alias(node: torch.fx.Node) -> bool:
+    """Return whether a value is a view, or a conversion, of which Inductor drops pairs."""
+    return may_alias_argument(node) or node.target in (
+        torch.ops.prims.convert_element_type.default,
+        torch.ops.aten._to_copy.default,
+    )
 
-    See Note [A clone of a window must stay a copy].
+
+def keep_copies(graph: torch.fx.Graph) -> None:
+    """Make copies of windows copies that no pass drops, in a graph that stays a byte graph.
+
+    Clones are made such copies. Other operations that leave a window as it is may have been
+    dropped before, and then the graph returns a view of a buffer that it wrote: it is copied.
+    See Note [A copy of a window must stay a copy].
     """
+    outputs = set(graph.output_node().all_input_nodes)
     for buffer in byte_buffers(graph):
         versions, pending = {buffer}, [buffer]
         while pending:
@@ -70,7 +87,12 @@ def keep_clones(graph: torch.fx.Graph) -> None:
                     versions.add(user)
                     pending.append(user)
         for version in versions:
-            for user in list(uses(version)):
+            for user in list(uses(version, _may_become_alias)):
+                if user in outputs and version is not buffer and _may_become_alias(user):
+                    with graph.inserting_after(user):
+                        copy = graph.call_function(ops.materialize, (user,))
+                    copy.meta = dict(user.meta)
+                    graph.output_node().replace_input_with(user, copy)
                 # A clone that lays the elements out anew is no no-op to anyone.
                 if user.target is torch.ops.aten.clone.default and (
                     user.meta["val"].stride() == user.args[0].meta["val"].stride()
@@ -107,7 +129,7 @@ def compile_bufferized(
     symbols = symbol_sources(placeholders)
     buffers = byte_buffers(module.graph) if enabled else []
     typed, reports = bufferize(module, preferred_roots) if enabled else ([], [])
-    keep_clones(module.graph)
+    keep_copies(module.graph)
     done = {item.buffer for item in typed}
     dropped = {node for node in done if not node.users}
     kept = [i for i, node in enumerate(placeholders) if node not in dropped]
