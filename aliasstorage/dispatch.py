@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 
 from aliasstorage import tracing
@@ -33,6 +34,7 @@ from aliasstorage.moves import (
     loses_bits,
     on_integers,
 )
+from aliasstorage.ops import materialize
 from aliasstorage.schemas import OpInfo, op_info
 from aliasstorage.tensor import AliasTensor, set_dispatch
 from aliasstorage.window import regenerate
@@ -131,6 +133,10 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
             raise _overlap_error(func, *overlap)
     outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
     outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
+    if func.namespace != "aten":
+        written = _windows([argument.get(args, kwargs) for argument in info.mutated])
+        if written and tracing.stays_a_byte_graph(written[0]._buffer):
+            return _mutate_copies(func, info, args, kwargs, written)
     typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
     if (
         type(target) is AliasTensor
@@ -158,6 +164,37 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         _check_same_shape(func, argument.name, out, typed_kwargs[argument.name])
     for argument, out in eager_outs:
         out._typed().copy_(typed_kwargs[argument.name])
+    return _returned(info, args, kwargs, result)
+
+
+# Note [Custom operations get copies on byte graphs]
+# Inductor makes a copy of what a custom operation mutates, unless it can do without, by as_strided
+# with an offset in the whole storage. Of a view in another dtype of a buffer that was written in
+# the graph, it takes the offset from the view instead, and the write goes to other bytes. Nor may
+# the copy be a view in another dtype: Inductor gives the memory under it to other values while it
+# is still read.
+
+
+def _mutate_copies(
+    func: OpOverload,
+    info: OpInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: list[AliasTensor],
+) -> Any:
+    """Mutate copies of windows, and write them back."""
+    copies = {id(window): materialize(window._typed()) for window in written}
+
+    def typed(value: Any) -> Any:
+        if type(value) is not AliasTensor:
+            return value
+        return copies[id(value)] if id(value) in copies else value._typed()
+
+    arguments: Any = (args, kwargs)
+    typed_args, typed_kwargs = optree.tree_map(typed, arguments)
+    result = func(*typed_args, **typed_kwargs)
+    for window in written:
+        window.copy_(copies[id(window)])
     return _returned(info, args, kwargs, result)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from aliasstorage import _compat
-from aliasstorage.bufferize import ops
+from aliasstorage import _compat, ops
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.calling import bind

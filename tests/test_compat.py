@@ -29,6 +29,7 @@ def test_no_import_goes_backwards():
     order = [
         "errors",
         "_compat",
+        "ops",
         "window",
         "overlap",
         "memory_map",
@@ -37,6 +38,7 @@ def test_no_import_goes_backwards():
         "tracing",
         "tensor",
         "moves",
+        "identities",
         "dispatch",
         "storage",
         "layouts",

@@ -164,3 +164,35 @@ def test_copies_that_a_backward_pass_uses(path):
     (want, want_buffer), (got, buffer) = gradients
     assert torch.equal(want_buffer, buffer)
     assert torch.equal(want, got)
+
+
+@torch.library.custom_op("tests_copies::swap", mutates_args=("a", "more"))
+def swap(a: torch.Tensor, more: list[torch.Tensor]) -> None:
+    a.copy_(a.flip(0))
+    for tensor in more:
+        tensor.mul_(2)
+
+
+swap.register_fake(lambda a, more: None)
+
+
+@pytest.mark.usefixtures("compiler_threads")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_custom_operation_after_a_write(path):
+    """Of a buffer that was written, the right bytes: Note [Custom operations get copies ...]."""
+    backend, wrapped = PATHS[path]
+
+    def function(keys, state, x):
+        keys[0] = 1
+        swap(state, [keys[2:, 1:], keys[1]])
+        return state + x
+
+    sides = []
+    for run in (function, torch.compile(function, backend=backend)):
+        buffer = random_bytes()
+        views = KEYS.regenerate(buffer), STATE.regenerate(buffer)
+        views = aliasstorage.wrap(views) if run is not function and wrapped else views
+        sides.append((run(*views, torch.ones(1)), buffer))
+    (want, want_buffer), (got, buffer) = sides
+    assert torch.equal(want_buffer, buffer)
+    assert torch.equal(want, got)

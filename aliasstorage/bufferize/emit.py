@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from aliasstorage.bufferize import ops
+from aliasstorage import ops
 from aliasstorage.bufferize.analyze import Analysis, scatter_chain
 from aliasstorage.bufferize.plan import Copy, slice_of
 from aliasstorage.bufferize.recognize import WriteNode

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from aliasstorage import ops
 from aliasstorage._compat import expression
-from aliasstorage.bufferize import ops
 from aliasstorage.bufferize.analyze import Analysis
 from aliasstorage.bufferize.arrays import check_separable, with_copies
 from aliasstorage.bufferize.emit import BufferEmitter, TypedInput, static_length

@@ -1,4 +1,4 @@
-"""What a bufferized graph calls besides ATen: `fence`, `materialize` and `masked_write_`.
+"""What this library's graphs call besides ATen: `fence`, `materialize` and `masked_write_`.
 
 ``aliasstorage::fence(Tensor(a!)[] windows) -> ()`` does nothing, and declares that it mutates
 its arguments, so that no scheduler moves an access of one of them across it. On Inductor it is
