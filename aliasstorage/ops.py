@@ -4,6 +4,13 @@
 its arguments, so that no scheduler moves an access of one of them across it. On Inductor it is
 a node of the schedule from which no code is generated.
 
+Note [Two kinds of fences]
+On Inductor, a fence between several windows also ends the function that is being generated, as
+any operation does that is not Inductor's own. It has to: C++ compilers assume that pointers to
+different types do not point at one byte, and may exchange accesses within a function. A fence of
+one window only keeps loops apart, and the function goes on: starting another one costs a few
+microseconds a step.
+
 ``aliasstorage::materialize(Tensor x) -> Tensor`` copies, bit for bit. An ``aten.clone`` would be
 dropped as a no-op by passes that assume a graph without mutation, and CPU Inductor would take
 16-bit floats through float32, which changes the bits of NaNs; on Inductor this calls the clone
@@ -70,12 +77,17 @@ def register_inductor_lowerings() -> None:
             layout = ir.NoneLayout(device=windows[0].get_device())
             super().__init__(None, layout, self.unwrap_storage(windows))
             graph = inductor_virtualized.V.graph
+            self.one_window = len(windows) == 1
             self.name = graph.register_buffer(self)
             graph.register_operation(self)
             self.mutation_outputs = [ir.MutationOutput(layout, window, self) for window in windows]
 
         def codegen(self, wrapper: Any) -> None:
             pass
+
+        def is_no_op(self) -> bool:
+            # See Note [Two kinds of fences].
+            return self.one_window
 
         def should_allocate(self) -> bool:
             return False

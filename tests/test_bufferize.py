@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import aliasstorage
 from aliasstorage import ByteStorage
@@ -103,6 +104,32 @@ def test_hybrid_step_has_one_fence_and_no_copy():
     assert {w.how for w in report.writes} == {"in place"}
     assert len(report.roots) == 3
     assert "in place" in str(explanation)
+
+
+def functions_of(step, *args):
+    """Return how often the code that Inductor generates calls a function that it generated."""
+    _, sources = run_and_get_code(torch.compile(step, backend="aliasstorage"), *args)
+    return "\n".join(sources).split("def call(")[1].count(" cpp_fused")
+
+
+def test_a_fence_of_one_window_does_not_end_a_function():
+    """Of several it has to, see Note [Two kinds of fences]."""
+    _, a, b = storage_views()
+
+    def shift(a, x):
+        a.copy_(torch.cat([a, x], 0)[2:])
+        return a * 2
+
+    window, x = aliasstorage.wrap(b), torch.randn(2, 64)
+    assert report_of(shift, window, x)[0].fences == 1
+    assert functions_of(shift, window, x) == 1
+
+    def in_turns(a, b):
+        a.fill_(1.0)
+        b.add_(1.0)
+
+    assert report_of(in_turns, a, b)[0].fences == 1
+    assert functions_of(in_turns, a, b) == 2
 
 
 def test_custom_operation_on_two_windows_is_in_place():
