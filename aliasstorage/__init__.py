@@ -10,9 +10,8 @@ from aliasstorage.recorder import RecordedGraph, Recorder
 from aliasstorage.storage import ByteStorage
 from aliasstorage.tensor import AliasTensor
 from aliasstorage.tree import unwrap, unwrap_module_, wrap, wrap_module_
+from aliasstorage.version import __version__
 from aliasstorage.window import Window
-
-__version__ = "0.1.0"
 
 __all__ = [
     # Values
@@ -35,4 +34,5 @@ __all__ = [
     # Errors
     "AliasStorageError",
     "errors",
+    "__version__",
 ]

@@ -22,6 +22,7 @@ from aliasstorage.guards import AliasGuard, lighten_window_guards
 from aliasstorage.merge import make_window, merge
 from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.tracing import for_own_backend
+from aliasstorage.version import __version__
 from aliasstorage.window import Window, regenerate
 
 _OWN_OPTIONS = ("inner", "bufferize", "form", "decompositions")
@@ -69,8 +70,10 @@ def compile_graph(
         }
     )
     # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern
-    # in the key, an entry made for other aliases is never found.
-    tag = f"{torch.compiler.config.cache_key_tag} aliasstorage {guard.pattern}"
+    # in the key, an entry made for other aliases is never found; nor is one that another release
+    # of this library made, or the same one with other options.
+    ours = f"aliasstorage {__version__} {form} {in_place} {guard.pattern}"
+    tag = f"{torch.compiler.config.cache_key_tag} {ours}"
     with torch.compiler.config.patch(cache_key_tag=tag):
         original = _unchanged_copy(module)
         if not storages:

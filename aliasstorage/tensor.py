@@ -31,6 +31,7 @@ from aliasstorage.errors import (
     UnsupportedTensorError,
 )
 from aliasstorage.registry import byte_buffer
+from aliasstorage.version import __version__
 from aliasstorage.window import Window, regenerate
 
 
@@ -199,7 +200,8 @@ class AliasTensor(torch.Tensor):
         See Note [Caches on disk ignore aliasing] in `tracing`.
         """
         ordinal = tracing.buffer_ordinal(self._buffer)
-        return repr((self.dtype, self.shape, self.stride(), self._byte_offset, ordinal))
+        window = (self.dtype, self.shape, self.stride(), self._byte_offset)
+        return repr((__version__, *window, ordinal))
 
     # --- operations ---
 

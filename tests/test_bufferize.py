@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import aliasstorage
@@ -333,6 +334,29 @@ def test_warm_caches_of_other_alias_patterns_stay_right(path, tmp_path):
     hits = eval(run.stdout.splitlines()[-1])  # noqa: S307  (a dict that the program printed)
     if path == "ours":
         assert hits.get("fxgraph_cache_miss", 0) == 0, hits  # nothing is compiled anew
+
+
+@pytest.mark.parametrize("path", ["stock", "ours"])
+def test_what_another_release_compiled_is_not_found(path, monkeypatch):
+    _, a, b = storage_views()
+    options = {"backend": "aliasstorage"} if path == "ours" else {}
+
+    def step(a, b):
+        a[ROWS] = 1.0
+        return b + 1
+
+    def misses():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(step, **options)(*aliasstorage.wrap((a, b)))
+        found = {**counters["aot_autograd"], **counters["inductor"]}
+        name = "fxgraph_cache_miss" if path == "ours" else "autograd_cache_miss"
+        return found.get(name, 0)
+
+    assert [misses(), misses()] == [1, 0]
+    for module in ("lowering", "tensor"):
+        monkeypatch.setattr(f"aliasstorage.{module}.__version__", "another")
+    assert [misses(), misses()] == [1, 0]
 
 
 @pytest.mark.usefixtures("compiler_threads")

@@ -27,6 +27,7 @@ def test_only_compat_imports_private_names():
 def test_no_import_goes_backwards():
     """The layers import one way."""
     order = [
+        "version",
         "errors",
         "_compat",
         "ops",
