@@ -7,12 +7,15 @@ Beside each name stands what it is for; all of them exist in torch 2.13.0 and 2.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+
+# The containers that higher-order operators are given, those of fx among them.
+import torch.utils._pytree as pytree
 
 # What the compilation in progress knows: its fake mode, its guards.
 from torch._guards import Guard, TracingContext
@@ -22,7 +25,7 @@ from torch._ops import OpOverload
 
 # The type of a tensor while Dynamo and AOTAutograd trace: a buffer of one of these types is
 # traced, a buffer of type torch.Tensor holds real bytes.
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 # Arithmetic on tensors without data in the middle of a trace.
@@ -73,15 +76,20 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "FakeTensor",
+    "FakeTensorMode",
     "FunctionalTensor",
     "Guard",
     "OpOverload",
     "TracingContext",
     "disable_current_modes",
+    "pytree",
     "return_and_correct_aliasing",
     *_ON_FIRST_USE,
     *_MODULES,
 ]
+
+# Autograd has seen to an operator before its rules for tensor types are asked.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
@@ -92,6 +100,39 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def higher_order_operators() -> Mapping[str, Any]:
+    """Return the higher-order operators that exist by now, by name."""
+    return torch._ops._higher_order_ops
+
+
+def has_schema(operator: Any) -> bool:
+    """Return whether a higher-order operator tells what its subgraphs write."""
+    return import_module("torch._higher_order_ops.utils")._has_gen_schema(operator)
+
+
+def mutated_by_triton_kernel(
+    kernel_idx: int,
+    constant_args_idx: int,
+    kwargs: dict[str, Any],
+    tma_descriptor_metadata: Any,
+    **_: Any,
+) -> list[str]:
+    """Return which arguments a Triton kernel writes, from the arguments of its operator."""
+    module = import_module("torch._higher_order_ops.triton_kernel_wrap")
+    return module.get_mutated_tensors(
+        kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata
+    )
+
+
+def triton_kernel_name(kernel_idx: int) -> str:
+    """Return the name of the function that a Triton kernel was made of."""
+    module = import_module("torch._higher_order_ops.triton_kernel_wrap")
+    kernel = module.kernel_side_table.get_kernel(kernel_idx)
+    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
+        kernel = kernel.fn  # autotuners and heuristics
+    return getattr(kernel, "__name__", "a Triton kernel")
 
 
 def never_traced(reason: str) -> Callable[[Function], Function]:

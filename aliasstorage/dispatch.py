@@ -20,6 +20,7 @@ from aliasstorage._compat import (
     run_eagerly,
 )
 from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
+from aliasstorage.higher_order import register_rules
 from aliasstorage.identities import (
     clone_bytes,
     is_plain_copy,
@@ -42,8 +43,6 @@ from aliasstorage.window import regenerate
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation of which some arguments are windows."""
-    if not isinstance(func, OpOverload):
-        return func(*_map_typed(args), **_map_typed(kwargs))  # a higher-order operator
     info = op_info(func)
     if info.refusal is not None:
         raise info.refusal()
@@ -237,7 +236,7 @@ def _overlapping_arguments(
         for second in everything[number + 1 :]:
             if first._buffer is not second._buffer or not {id(first), id(second)} & mutated:
                 continue
-            if not _is_static(first) or not _is_static(second):
+            if not first._is_static or not second._is_static:
                 continue
             if first.window.overlaps(second.window):
                 return first, second
@@ -246,11 +245,6 @@ def _overlapping_arguments(
 
 def _windows(value: Any) -> list[AliasTensor]:
     return [tensor for tensor in _tensors(value) if type(tensor) is AliasTensor]
-
-
-def _is_static(tensor: AliasTensor) -> bool:
-    extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return all(isinstance(extent, int) for extent in extents)
 
 
 def _foreach_one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -323,4 +317,4 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 run_eagerly(globals())
-set_dispatch(dispatch)
+set_dispatch(dispatch, register_rules)

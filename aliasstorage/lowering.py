@@ -19,6 +19,7 @@ from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.forms import AOT_EAGER, BACKEND_OPTIONS, Form, check_dtypes, form_of
 from aliasstorage.grouping import MergedStorage, find_storages, static_window
 from aliasstorage.guards import AliasGuard, lighten_window_guards
+from aliasstorage.higher_order import register_rules
 from aliasstorage.merge import make_window, merge
 from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.tracing import for_own_backend
@@ -56,6 +57,7 @@ def compile_graph(
     inner = options.get("inner", "inductor")
     form = form_of(inner, options.get("form"))
     in_place = options.get("bufferize", True) and form in ("windows", "arrays")
+    register_rules()
     storages = find_storages(module.graph, example_inputs)
     roots = _named_windows(storages)
     check_dtypes(inner, (member.dtype for storage in storages for member in storage.members))

@@ -157,6 +157,12 @@ class AliasTensor(torch.Tensor):
     def _byte_offset(self) -> Any:  # bytes; symbolic while tracing dynamic shapes
         return self.storage_offset() * self.dtype.itemsize
 
+    @property
+    def _is_static(self) -> bool:
+        """Whether no extent of the window is symbolic."""
+        extents = (*self.shape, *self.stride(), self.storage_offset())
+        return all(isinstance(extent, int) for extent in extents)
+
     def _typed(self) -> torch.Tensor:
         """Return the plain typed view that this window is."""
         if self._plain is not None:
@@ -190,6 +196,7 @@ class AliasTensor(torch.Tensor):
         outer_stride: Sequence[int],
     ) -> AliasTensor:
         """Rebuild a window from its buffer."""
+        _prepare_trace()
         dtype, offset = context
         buffer = tracing.canonical_buffer(inner["_buffer"])
         return AliasTensor._of_buffer(buffer, dtype, outer_size, outer_stride, offset)
@@ -340,15 +347,16 @@ _NO_BASE = torch.empty(0)
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _dispatch: Dispatch
+_prepare_trace: Callable[[], None]
 
 
-def set_dispatch(function: Dispatch) -> None:
-    """Give the function that does operations on windows: the one in `dispatch`.
+def set_dispatch(function: Dispatch, prepare_trace: Callable[[], None]) -> None:
+    """Give the functions that do operations on windows: those in `dispatch` and `higher_order`.
 
-    That module builds on this one, so it hands its function over when it is imported.
+    These modules build on this one, so they are handed over when they are imported.
     """
-    global _dispatch
-    _dispatch = function
+    global _dispatch, _prepare_trace
+    _dispatch, _prepare_trace = function, prepare_trace
 
 
 def rebuild_alias_tensor(

@@ -25,6 +25,7 @@ from aliasstorage.bufferize.recognize import (
     uses,
 )
 from aliasstorage.bufferize.symbolic import AnyWindow
+from aliasstorage.bufferize.triton_kernels import TritonCall, triton_call
 from aliasstorage.window import Window
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ class Analysis:
     ) -> None:
         self.accesses, self.order = accesses, order
         self.in_place: dict[torch.fx.Node, OpOverload] = {}
-        self.calls: dict[torch.fx.Node, MutatingCall] = {}
+        self.calls: dict[torch.fx.Node, MutatingCall | TritonCall] = {}
         self.called: dict[torch.fx.Node, torch.fx.Node] = {}
         self.left_in_memory: list[ReadNode] = []
         self._read_of = {read.node: read for read in accesses.reads if read.user is None}
@@ -115,7 +116,9 @@ class Analysis:
 
     def _choose_call(self, write: WriteNode) -> None:
         node, index = write.value.args
-        call = self.calls.get(node) or mutating_call(node, lambda base: base in self._read_of)
+        call = self.calls.get(node)
+        for recognize in (mutating_call, triton_call):
+            call = call or recognize(node, lambda base: base in self._read_of)
         if call is not None and self._is_current(call.windows.get(index), write):
             self.calls[node] = call
             self.called[write.node] = node

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from aliasstorage._compat import OpOverload
+from aliasstorage.bufferize.recognize import UnrecognizedError
 
 
 @dataclass
@@ -34,6 +35,11 @@ class MutatingCall:
     windows: dict[int, torch.fx.Node]
     others: dict[int, torch.fx.Node]
     first_base: int
+
+    @property
+    def name(self) -> str:
+        """What is called, for reports."""
+        return str(self.node.args[0])
 
     def emit(self, graph: torch.fx.Graph) -> None:
         """Make the call on its windows. Reads have already become typed views."""
@@ -72,10 +78,17 @@ class MutatingCall:
 def mutating_call(
     node: torch.fx.Node, is_window: Callable[[torch.fx.Node], bool]
 ) -> MutatingCall | None:
-    """Return a functionalized call that can be made in place, or None."""
+    """Return a functionalized call that can be made in place, or None.
+
+    Raises:
+        UnrecognizedError: It describes an argument by an offset in the storage of its base.
+    """
     if node.target is not torch.ops.higher_order.auto_functionalized_v2:
         return None
     overload = node.args[0]
+    if any(key.endswith("_storage_offset") for key in node.kwargs):
+        # The offset is one in the whole storage, which a typed view does not start.
+        raise UnrecognizedError(f"an argument of {overload} is a view by an offset in its storage")
     if not isinstance(overload, OpOverload) or len(node.args) != 1:
         return None
     bases = node.kwargs["_all_bases"]

@@ -133,7 +133,7 @@ class BufferEmitter:
     def _emit_write(self, write: WriteNode) -> WriteReport:
         caller = self.analysis.called.get(write.node)
         if caller is not None:
-            return WriteReport(write.window, "in place", str(caller.args[0]))
+            return WriteReport(write.window, "in place", self.analysis.calls[caller].name)
         value = self.now.get(write.value, write.value)
         operation = self.analysis.in_place.get(write.node)
         with self.graph.inserting_before(write.node):

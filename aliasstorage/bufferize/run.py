@@ -47,15 +47,13 @@ def bufferize(
     reports: list[BufferReport] = []
     for buffer in byte_buffers(graph):
         try:
-            accesses = recognize(buffer)
+            order = {node: position for position, node in enumerate(graph.nodes)}
+            analysis = Analysis(recognize(buffer), order, list(preferred_roots))
         except UnrecognizedError as error:
             reports.append(BufferReport(static_length(buffer), reason=str(error)))
             log.info("not bufferized, so each write copies the whole buffer: %s", error)
             continue
-        order = {node: position for position, node in enumerate(graph.nodes)}
-        inputs, report = BufferEmitter(
-            graph, Analysis(accesses, order, list(preferred_roots)), preferred_roots
-        ).emit()
+        inputs, report = BufferEmitter(graph, analysis, preferred_roots).emit()
         typed += inputs
         reports.append(report)
         eliminate_dead_code(graph)
