@@ -138,17 +138,18 @@ def _triton_rule(operator: Any) -> Any:
     def launch(
         windows: dict[str, AliasTensor], arguments: dict[str, Any], kwargs: dict[str, Any]
     ) -> None:
-        mutated = set(mutated_by_triton_kernel(**{**kwargs, "kwargs": _typed(arguments)}))
+        typed = {**kwargs, "kwargs": _typed(arguments)}
+        buffer = next(iter(windows.values()))._buffer
+        if not tracing.is_traced(buffer):
+            operator(**typed)
+            return
+        mutated = set(mutated_by_triton_kernel(**typed))
         _refuse_overlap(kwargs["kernel_idx"], windows, mutated)
         copies = {}
-        if tracing.stays_a_byte_graph(next(iter(windows.values()))._buffer):
+        if tracing.stays_a_byte_graph(buffer):
             # See Note [Custom operations get copies on byte graphs].
-            copies = {
-                key: materialize(window._typed())
-                for key, window in windows.items()
-                if key in mutated
-            }
-        operator(**{**kwargs, "kwargs": {**_typed(arguments), **copies}})
+            copies = {key: materialize(typed["kwargs"][key]) for key in windows.keys() & mutated}
+        operator(**{**typed, "kwargs": {**typed["kwargs"], **copies}})
         for key, copy in copies.items():
             windows[key].copy_(copy)
 

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import aliasstorage
 from aliasstorage import AliasTensor, ByteStorage, Window
-from benchmarks.cases import Case, Variant, of_its_own, ours, small_windows, stock
+from benchmarks.cases import (
+    Case,
+    Variant,
+    layout_case,
+    of_its_own,
+    ours,
+    small_windows,
+    stock,
+)
 
 ROWS, WIDTH = 8, 16
 DTYPES = (torch.float16, torch.float32)
+CACHE_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.int64,
+)
 
 
 def windows_case(count: int) -> Case:
@@ -107,6 +126,51 @@ def where_the_time_goes(count: int) -> Case:
         yield Variant("regenerating all windows", regenerate, list)
 
     return Case("where a call's time goes", f"{count} windows", variants)
+
+
+def dtype_case(dtype: torch.dtype) -> Case:
+    """A few rows written to and read from a cache of a dtype, beside a float32 one."""
+    rows, width = 1 << 14, 64
+    windows = [
+        Window(torch.float32, (rows, width)),
+        Window(dtype, (rows, width), byte_offset=rows * width * 4),
+    ]
+    slots = torch.arange(32) * 7
+    x = torch.randint(0, 2, (32, width)).to(dtype)
+
+    def step(states: Any, cache: Any, slots: Any, x: Any) -> Any:
+        cache[slots] = x
+        states[slots] = x.float()
+        return cache[slots].float().sum() + states[slots].sum()
+
+    case = layout_case("dtype", windows[1].span[1], windows, step, (slots, x), tolerance=1e-3)
+    return replace(case, size=str(dtype).removeprefix("torch."))
+
+
+def overlap_case(shared: int) -> Case:
+    """Rows written to two windows in turns, of which a share of the bytes is the same."""
+    rows, width = 1 << 14, 64
+    nbytes = rows * width * 4
+    windows = [
+        Window(torch.float32, (rows, width)),
+        Window(torch.int32, (rows, width), byte_offset=nbytes * (100 - shared) // 100 // 256 * 256),
+    ]
+    slots, x = torch.arange(32) * 7, torch.ones(32, width)
+
+    def step(a: Any, b: Any, slots: Any, x: Any) -> Any:
+        a[slots] = x
+        b[slots] = 1
+        a[slots + 1] = x
+        b[slots + 1] = 2
+        return b[slots].float().sum()
+
+    case = layout_case("overlap", windows[1].span[1], windows, step, (slots, x))
+
+    def variants() -> Iterator[Variant]:
+        # Separate caches hold other bytes than shared ones; the result is the same.
+        return (replace(variant, state=list) for variant in case.variants())
+
+    return replace(case, size=f"{shared} % shared", variants=variants)
 
 
 def fences_case(pairs: int) -> Case:
@@ -216,6 +280,8 @@ PARTS = [
     windows_case(128),
     where_the_time_goes(128),
     fences_case(8),
+    overlap_case(100),
+    dtype_case(torch.bfloat16),
     copies_case(1 << 20),
     *(eager_case(text) for text in EAGER),
 ]
@@ -229,6 +295,8 @@ PARTS_FULL = [
     fences_case(1),
     fences_case(8),
     fences_case(32),
+    *(overlap_case(shared) for shared in (0, 50, 100)),
+    *(dtype_case(dtype) for dtype in CACHE_DTYPES),
     copies_case(1 << 14),
     copies_case(1 << 20),
     copies_case(1 << 23),

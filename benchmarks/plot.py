@@ -1,7 +1,7 @@
 """Draw a result file: ``python -m benchmarks.plot RESULTS.json FOLDER`` (needs matplotlib).
 
-Three pictures: cost against the size of the buffer, cost of a call against the number of windows,
-and where the time of a call goes.
+Four pictures: cost against the size of the buffer, cost of a call against the number of windows,
+where the time of a call goes, and the ratio to separate caches by layout, overlap and dtype.
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
         draw_lines(axis, cases["call"], "a call, a row written to each window", "windows")
         axis.legend(fontsize=8, frameon=False)
         save(figure, "cost-by-windows.svg")
+    ratios = draw_ratios(cases)
+    if ratios is not None:
+        save(ratios, "cost-by-layout.svg")
     if "where a call's time goes" in cases:
         figure, axis = plt.subplots(figsize=(6.5, 2.6))
         parts = max(cases["where a call's time goes"], key=lambda case: number(case["size"]))
@@ -101,6 +104,48 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
         axis.set(xlabel="µs", title=f"where a call's time goes, {parts['size']}, wrapped")
         save(figure, "where-the-time-goes.svg")
     return written
+
+
+LAYOUTS = (
+    "token write",
+    "same dtype",
+    "custom op",
+    "fp8 over uint8",
+    "int8 with scales",
+    "interleaved heads",
+)
+
+
+def draw_ratios(cases: dict[str, list[dict[str, Any]]]) -> Any | None:
+    """Return bars of what each layout, overlap and dtype costs, as ratios to separate caches."""
+    rows: list[tuple[str, dict[str, float]]] = []
+
+    def add(label: str, case: dict[str, Any]) -> None:
+        times = {r["variant"]: r["microseconds"] for r in case["results"]}
+        separate = times.get("stock, separate caches")
+        if separate:
+            rows.append((label, {name: time / separate for name, time in times.items() if time}))
+
+    for name in LAYOUTS:
+        of_one_size = [case for case in cases.get(name, []) if number(case["size"]) == 64]
+        for case in of_one_size:
+            add(f"{name}, {case['size']}", case)
+    for name in ("overlap", "dtype"):
+        for case in cases.get(name, []):
+            add(f"{name}: {case['size']}", case)
+    if not rows:
+        return None
+    figure, axis = plt.subplots(figsize=(6.5, 0.32 * len(rows) + 1))
+    shown = ("aliasstorage, plain views", "aliasstorage, wrapped")
+    for offset, variant in zip((0.2, -0.2), shown, strict=True):
+        ratios = [times.get(variant, 0.0) for _, times in rows]
+        places = [len(rows) - row + offset for row in range(len(rows))]
+        axis.barh(places, ratios, height=0.38, label=variant, color=COLORS[variant])
+    axis.set_yticks([len(rows) - row for row in range(len(rows))], [label for label, _ in rows])
+    axis.axvline(1, color="#777777", linewidth=1)
+    axis.set(xlabel="time, as a ratio to stock torch.compile on separate caches")
+    axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=2)
+    return figure
 
 
 def main() -> None:

@@ -18,6 +18,10 @@ KEYS = Window(torch.float32, (1, 2, 8, 16))
 VALUES = Window(torch.float32, (1, 2, 8, 16), byte_offset=512)  # overlaps the keys
 STATE = Window(torch.float16, (8, 16), byte_offset=256)  # and so does the state
 BYTES = 1536
+BACKENDS = {
+    "stock": lookup_backend("aot_eager"),
+    "ours": aliasstorage.backend(inner="aot_eager"),
+}
 
 
 def storage():
@@ -165,6 +169,43 @@ def test_as_on_plain_views(function, backend, carrier, inner):
     assert torch.equal(got, want)
 
 
+@torch.compiler.nested_compile_region
+def product(queries, keys):
+    return queries * keys[:, :, :4]
+
+
+LEARNED = {
+    "branch": lambda q, k, v: torch.cond(
+        q.sum() > 0, lambda a, b: a * b[:, :, :4], lambda a, b: a - b[:, :, :4], (q, k)
+    ),
+    "region": lambda q, k, v: product(q, k) + product(q, v),
+    "checkpoint": lambda q, k, v: torch.utils.checkpoint.checkpoint(
+        lambda a, b: (a * b[:, :, :4]).sin(), q, v, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize(("backend", "carrier"), CARRIED)
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_flow_past_windows(name, backend, carrier):
+    def run(compiled):
+        raw, queries = storage(), QUERIES.clone().requires_grad_()
+        args = [w.regenerate(raw) for w in (KEYS, VALUES, STATE)]
+        if compiled and carrier == "wrapped":
+            args = aliasstorage.wrap(args)
+
+        def step(queries, keys, values, state):
+            state[1] = 1.0
+            return LEARNED[name](queries, keys, values)
+
+        function = torch.compile(step, backend=BACKENDS[backend]) if compiled else step
+        result = function(queries, *args)
+        result.square().sum().backward()
+        return result.detach(), queries.grad, raw
+
+    torch.testing.assert_close(run(True), run(False))
+
+
 # --- Triton kernels, as the operator that Dynamo makes of their calls ---
 
 
@@ -234,12 +275,6 @@ def known_writes(monkeypatch):
     monkeypatch.setattr(
         triton_kernel_wrap, "get_mutated_tensors", lambda *_, **__: ["keys", "state"]
     )
-
-
-BACKENDS = {
-    "stock": lookup_backend("aot_eager"),
-    "ours": aliasstorage.backend(inner="aot_eager"),
-}
 
 
 @pytest.mark.usefixtures("known_writes")
