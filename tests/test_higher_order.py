@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import aliasstorage
 from aliasstorage import AliasTensor, Window
 from tests.oracle import buffer_reports
+from tests.triton_stand_in import KERNEL, as_triton, write_token
 from tests.two_windows import CARRIED
 
 KEYS = Window(torch.float32, (1, 2, 8, 16))
@@ -209,55 +210,6 @@ def test_gradients_flow_past_windows(name, backend, carrier):
 # --- Triton kernels, as the operator that Dynamo makes of their calls ---
 
 
-class Kernel:
-    """Stands for a Triton kernel: what the operator needs of one, running on the CPU."""
-
-    __name__ = "write_token"
-    arg_names = ("keys", "state", "values", "slot")
-
-    def __getitem__(self, grid):
-        def launch(keys, state, values, slot):
-            keys[slot] = values.to(keys.dtype)
-            state[slot] += values
-
-        return launch
-
-
-# Dynamo learns nothing of what a kernel writes, and so nothing of this operation.
-@torch.library.custom_op("tests::write_token", mutates_args=())
-def write_token(keys: torch.Tensor, state: torch.Tensor, values: torch.Tensor, slot: int) -> None:
-    Kernel()[(1,)](keys, state, values, slot)
-
-
-@write_token.register_fake
-def _(keys, state, values, slot):
-    return None
-
-
-def as_triton(backend):
-    """Return a backend whose graphs call the kernel instead of the custom operation."""
-
-    def with_kernel(module, example_inputs):
-        graph, table = module.graph, triton_kernel_wrap.kernel_side_table
-        for node in graph.nodes:
-            if "write_token" in str(node.target):
-                keys, state, values, slot = node.args
-                node.target = triton_kernel_wrap.triton_kernel_wrapper_mutation
-                node.args = ()
-                node.kwargs = {
-                    "kernel_idx": table.add_kernel(KERNEL),
-                    "constant_args_idx": table.add_constant_args({"slot": slot}),
-                    "grid": [(1, 1, 1)],
-                    "tma_descriptor_metadata": {},
-                    "kwargs": {"keys": keys, "state": state, "values": values},
-                }
-        module.recompile()
-        return backend(module, example_inputs)
-
-    return with_kernel
-
-
-KERNEL = Kernel()
 TOKENS = Window(torch.float16, (8, 16))
 STATES = Window(torch.float32, (8, 16), byte_offset=256)
 
