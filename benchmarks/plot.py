@@ -144,7 +144,7 @@ def draw_ratios(cases: dict[str, list[dict[str, Any]]]) -> Any | None:
     axis.set_yticks([len(rows) - row for row in range(len(rows))], [label for label, _ in rows])
     axis.axvline(1, color="#777777", linewidth=1)
     axis.set(xlabel="time, as a ratio to stock torch.compile on separate caches")
-    axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=2)
+    axis.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
     return figure
 
 
