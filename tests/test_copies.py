@@ -80,15 +80,20 @@ def step(names):
     return write_and_copy
 
 
+def add_at_computed(keys, x):
+    """Write a window that is not known before the graph runs: see `explain`."""
+    count = int(x.sum().item())
+    torch._check(count >= 0)
+    torch._check(count <= 8)
+    keys.as_strided((2, 4), (8, 1), count).add_(1)
+
+
 def step_on_a_computed_window(names):
-    """The same with a window that is not known before the graph runs: see `explain`."""
+    """The same beside a window that is not known before the graph runs."""
     inner = step(names)
 
     def computed(keys, state, x):
-        count = int(x.sum().item())
-        torch._check(count >= 0)
-        torch._check(count <= 8)
-        keys.as_strided((2, 4), (8, 1), count).add_(1)
+        add_at_computed(keys, x)
         return inner(keys, state, x)
 
     return computed
@@ -176,23 +181,32 @@ def swap(a: torch.Tensor, more: list[torch.Tensor]) -> None:
 swap.register_fake(lambda a, more: None)
 
 
+def swapped(keys, state, x):
+    keys[0] = 1
+    swap(state, [keys[2:, 1:], keys[1]])
+    return state + x
+
+
+def swapped_beside_a_computed_window(keys, state, x):
+    add_at_computed(keys, x)
+    swap(state, [keys[2:, 1:], keys[1]])
+    swap(keys[4:], [state[1:3]])
+    return state + x
+
+
 @pytest.mark.usefixtures("compiler_threads")
+@pytest.mark.parametrize("function", [swapped, swapped_beside_a_computed_window])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_custom_operation_after_a_write(path):
+def test_a_custom_operation_after_a_write(path, function):
     """Of a buffer that was written, the right bytes: Note [Custom operations get copies ...]."""
     backend, wrapped = PATHS[path]
-
-    def function(keys, state, x):
-        keys[0] = 1
-        swap(state, [keys[2:, 1:], keys[1]])
-        return state + x
-
     sides = []
-    for run in (function, torch.compile(function, backend=backend)):
+    for run in (function, torch.compile(function, backend=backend, fullgraph=True)):
         buffer = random_bytes()
         views = KEYS.regenerate(buffer), STATE.regenerate(buffer)
         views = aliasstorage.wrap(views) if run is not function and wrapped else views
-        sides.append((run(*views, torch.ones(1)), buffer))
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            sides.append((run(*views, torch.ones(1)), buffer))
     (want, want_buffer), (got, buffer) = sides
     assert torch.equal(want_buffer, buffer)
     assert torch.equal(want, got)

@@ -113,6 +113,16 @@ def mutating_call(
     return MutatingCall(node, windows, others, first)
 
 
+def mutated_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return what a functionalized call, of an operator or a Triton kernel, would write."""
+    if node.target is torch.ops.higher_order.auto_functionalized_v2:
+        return list(dict.fromkeys(node.kwargs["_all_bases"]))
+    if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_functional":
+        arguments = node.kwargs["kwargs"]
+        return list(dict.fromkeys(arguments[key] for key in node.kwargs["tensors_to_clone"]))
+    return []
+
+
 def _arguments(node: torch.fx.Node, bases: list[torch.fx.Node]) -> dict[str, Any]:
     """Return the keyword arguments of the original call."""
     kwargs: dict[str, Any] = {}

@@ -14,6 +14,7 @@ from aliasstorage import ops
 from aliasstorage._compat import expression
 from aliasstorage.bufferize.analyze import Analysis
 from aliasstorage.bufferize.arrays import check_separable, with_copies
+from aliasstorage.bufferize.custom_ops import mutated_arguments
 from aliasstorage.bufferize.emit import BufferEmitter, TypedInput, static_length
 from aliasstorage.bufferize.recognize import (
     UnrecognizedError,
@@ -73,7 +74,8 @@ def keep_copies(graph: torch.fx.Graph) -> None:
 
     Clones are made such copies. Other operations that leave a window as it is may have been
     dropped before, and then the graph returns a view of a buffer that it wrote: it is copied.
-    See Note [A copy of a window must stay a copy].
+    See Note [A copy of a window must stay a copy]. Functionalized calls get copies to write: see
+    Note [Custom operations get copies on byte graphs].
     """
     outputs = set(graph.output_node().all_input_nodes)
     for buffer in byte_buffers(graph):
@@ -85,12 +87,21 @@ def keep_copies(graph: torch.fx.Graph) -> None:
                     versions.add(user)
                     pending.append(user)
         for version in versions:
-            for user in list(uses(version, _may_become_alias)):
+            users = list(uses(version, _may_become_alias))
+            views = {user for user in users if user.op == "call_function"}
+            for user in users:
                 if user in outputs and version is not buffer and _may_become_alias(user):
                     with graph.inserting_after(user):
                         copy = graph.call_function(ops.materialize, (user,))
                     copy.meta = dict(user.meta)
                     graph.output_node().replace_input_with(user, copy)
+                for view in mutated_arguments(user):
+                    if view not in views or not _may_become_alias(view):
+                        continue
+                    with graph.inserting_before(user):
+                        copy = graph.call_function(ops.materialize, (view,))
+                    copy.meta = dict(view.meta)
+                    user.replace_input_with(view, copy)
                 # A clone that lays the elements out anew is no no-op to anyone.
                 if user.target is torch.ops.aten.clone.default and (
                     user.meta["val"].stride() == user.args[0].meta["val"].stride()
