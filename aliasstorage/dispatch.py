@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 
 from aliasstorage import tracing
@@ -19,6 +18,7 @@ from aliasstorage._compat import (
     return_and_correct_aliasing,
     run_eagerly,
 )
+from aliasstorage.arguments import call_on_copies, overlapping_pair
 from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
 from aliasstorage.higher_order import register_rules
 from aliasstorage.identities import (
@@ -35,7 +35,6 @@ from aliasstorage.moves import (
     loses_bits,
     on_integers,
 )
-from aliasstorage.ops import materialize
 from aliasstorage.schemas import OpInfo, op_info
 from aliasstorage.tensor import AliasTensor, set_dispatch
 from aliasstorage.window import regenerate
@@ -135,7 +134,7 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     if func.namespace != "aten":
         written = _windows([argument.get(args, kwargs) for argument in info.mutated])
         if written and tracing.stays_a_byte_graph(written[0]._buffer):
-            return _mutate_copies(func, info, args, kwargs, written)
+            return _returned(info, args, kwargs, call_on_copies(func, args, kwargs, written))
     typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
     if (
         type(target) is AliasTensor
@@ -166,37 +165,6 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     return _returned(info, args, kwargs, result)
 
 
-# Note [Custom operations get copies on byte graphs]
-# Inductor makes a copy of what a custom operation mutates, unless it can do without, by as_strided
-# with an offset in the whole storage. Of a view in another dtype of a buffer that was written in
-# the graph, it takes the offset from the view instead, and the write goes to other bytes. Nor may
-# the copy be a view in another dtype: Inductor gives the memory under it to other values while it
-# is still read.
-
-
-def _mutate_copies(
-    func: OpOverload,
-    info: OpInfo,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    written: list[AliasTensor],
-) -> Any:
-    """Mutate copies of windows, and write them back."""
-    copies = {id(window): materialize(window._typed()) for window in written}
-
-    def typed(value: Any) -> Any:
-        if type(value) is not AliasTensor:
-            return value
-        return copies[id(value)] if id(value) in copies else value._typed()
-
-    arguments: Any = (args, kwargs)
-    typed_args, typed_kwargs = optree.tree_map(typed, arguments)
-    result = func(*typed_args, **typed_kwargs)
-    for window in written:
-        window.copy_(copies[id(window)])
-    return _returned(info, args, kwargs, result)
-
-
 def _returned(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Return the results of an operation, the written arguments among them as they came."""
     if not info.returned:
@@ -210,37 +178,21 @@ def _returned(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     )
 
 
-# Note [One call, overlapping windows]
-# In a functional graph an operation reads all of its arguments before it writes, and writes each
-# mutated argument as a whole. When a mutated window shares bytes with another argument, that is
-# not what the operation does on memory: the bytes that one argument's write leaves could be
-# undone by another's old ones. ATen's own operations define their result for such arguments or
-# refuse them; a foreach is done one tensor at a time, as in eager mode; of other operations nobody
-# knows what they read first, so while tracing they are refused.
-
-
 def _overlapping_arguments(
     func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[AliasTensor, AliasTensor] | None:
-    """Return a mutated window and another window argument that share bytes, while tracing."""
+    """Return a mutated window and another window argument that share bytes, while tracing.
+
+    See Note [One call, overlapping windows].
+    """
     foreach = func._schema.name.startswith("aten::_foreach_")
     if func.namespace == "aten" and not foreach:
         return None
     everything = _windows((args, tuple(kwargs.values())))
     if len(everything) < 2 or not tracing.is_traced(everything[0]._buffer):
         return None
-    mutated = {
-        id(window) for argument in info.mutated for window in _windows([argument.get(args, kwargs)])
-    }
-    for number, first in enumerate(everything):
-        for second in everything[number + 1 :]:
-            if first._buffer is not second._buffer or not {id(first), id(second)} & mutated:
-                continue
-            if not first._is_static or not second._is_static:
-                continue
-            if first.window.overlaps(second.window):
-                return first, second
-    return None
+    mutated = _windows([argument.get(args, kwargs) for argument in info.mutated])
+    return overlapping_pair(everything, mutated)
 
 
 def _windows(value: Any) -> list[AliasTensor]:

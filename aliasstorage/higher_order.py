@@ -24,8 +24,8 @@ from aliasstorage._compat import (
     run_eagerly,
     triton_kernel_name,
 )
+from aliasstorage.arguments import call_on_copies, overlapping_pair
 from aliasstorage.errors import UnsupportedOpError
-from aliasstorage.ops import materialize
 from aliasstorage.tensor import AliasTensor
 
 _registered: set[str] = set()
@@ -104,15 +104,7 @@ def _write(
     if operator.name() == "invoke_subgraph":
         region, _, *operands = args
         return region(*operands)
-    copies = {id(window): materialize(window._typed()) for window in written}
-    args, kwargs = pytree.tree_map_only(
-        AliasTensor, lambda window: copies.get(id(window), window), (args, kwargs)
-    )
-    args, kwargs = _typed((args, kwargs))
-    result = operator(*args, **kwargs)
-    for window in written:
-        window.copy_(copies[id(window)])
-    return result
+    return call_on_copies(operator, args, kwargs, written)
 
 
 def _under_fake_mode(known: Any) -> Any:
@@ -132,49 +124,34 @@ def _triton_rule(operator: Any) -> Any:
         if not windows:
             return NotImplemented
         with below_autograd():
-            launch(windows, arguments, kwargs)
-        return None
-
-    def launch(
-        windows: dict[str, AliasTensor], arguments: dict[str, Any], kwargs: dict[str, Any]
-    ) -> None:
-        typed = {**kwargs, "kwargs": _typed(arguments)}
-        buffer = next(iter(windows.values()))._buffer
-        if not tracing.is_traced(buffer):
-            operator(**typed)
-            return
-        mutated = set(mutated_by_triton_kernel(**typed))
-        _refuse_overlap(kwargs["kernel_idx"], windows, mutated)
-        copies = {}
-        if tracing.stays_a_byte_graph(buffer):
-            # See Note [Custom operations get copies on byte graphs].
-            copies = {key: materialize(typed["kwargs"][key]) for key in windows.keys() & mutated}
-        operator(**{**typed, "kwargs": {**typed["kwargs"], **copies}})
-        for key, copy in copies.items():
-            windows[key].copy_(copy)
+            copied: list[AliasTensor] = []
+            buffer = next(iter(windows.values()))._buffer
+            if tracing.is_traced(buffer):
+                written = mutated_by_triton_kernel(**{**kwargs, "kwargs": _typed(arguments)})
+                mutated = [windows[key] for key in written if key in windows]
+                _refuse_overlap(kwargs["kernel_idx"], windows, mutated)
+                copied = mutated if tracing.stays_a_byte_graph(buffer) else []
+            return call_on_copies(operator, (), kwargs, copied)
 
     return call
 
 
-def _refuse_overlap(kernel: int, windows: dict[str, AliasTensor], mutated: set[str]) -> None:
-    """Refuse a kernel that mutates a window and takes another one over the same bytes.
-
-    See Note [One call, overlapping windows].
-    """
-    names = list(windows)
-    for number, first in enumerate(names):
-        for second in names[number + 1 :]:
-            left, right = windows[first], windows[second]
-            if not {first, second} & mutated or left._buffer is not right._buffer:
-                continue
-            if left._is_static and right._is_static and left.window.overlaps(right.window):
-                raise UnsupportedOpError(
-                    "A Triton kernel mutates a window and takes another one over the same bytes.",
-                    which=f"{triton_kernel_name(kernel)}, arguments {first} and {second}",
-                    expected="arguments that share no byte with a mutated one",
-                    got=f"{left.window} and {right.window}",
-                    do="Launch two kernels, or pass a clone of the one that is only read.",
-                )
+def _refuse_overlap(
+    kernel: int, windows: dict[str, AliasTensor], mutated: list[AliasTensor]
+) -> None:
+    """Refuse a kernel that mutates a window and takes another one over the same bytes."""
+    overlap = overlapping_pair(list(windows.values()), mutated)
+    if overlap is None:
+        return
+    first, second = overlap
+    names = [key for key, window in windows.items() if window is first or window is second]
+    raise UnsupportedOpError(
+        "A Triton kernel mutates a window and takes another one over the same bytes.",
+        which=f"{triton_kernel_name(kernel)}, arguments {' and '.join(names)}",
+        expected="arguments that share no byte with a mutated one",
+        got=f"{first.window} and {second.window}",
+        do="Launch two kernels, or pass a clone of the one that is only read.",
+    )
 
 
 run_eagerly(globals())

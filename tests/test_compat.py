@@ -40,6 +40,7 @@ def test_no_import_goes_backwards():
         "tensor",
         "moves",
         "identities",
+        "arguments",
         "higher_order",
         "dispatch",
         "storage",

@@ -26,7 +26,7 @@ KERNEL = Kernel()
 # Dynamo learns nothing of what a kernel writes, and so nothing of this operation.
 @torch.library.custom_op("tests::write_token", mutates_args=())
 def write_token(keys: torch.Tensor, state: torch.Tensor, values: torch.Tensor, slot: int) -> None:
-    Kernel()[(1,)](keys, state, values, slot)
+    KERNEL[(1,)](keys, state, values, slot)
 
 
 @write_token.register_fake

@@ -116,9 +116,10 @@ class Analysis:
 
     def _choose_call(self, write: WriteNode) -> None:
         node, index = write.value.args
-        call = self.calls.get(node)
-        for recognize in (mutating_call, triton_call):
-            call = call or recognize(node, lambda base: base in self._read_of)
+        is_window = self._read_of.__contains__
+        call = (
+            self.calls.get(node) or mutating_call(node, is_window) or triton_call(node, is_window)
+        )
         if call is not None and self._is_current(call.windows.get(index), write):
             self.calls[node] = call
             self.called[write.node] = node

@@ -46,10 +46,7 @@ class MutatingCall:
         node = self.node
         bases = list(node.kwargs["_all_bases"])
         for position, base in self.others.items():
-            copy = graph.call_function(torch.ops.aten.clone.default, (base,))
-            with base.meta["val"].fake_mode:
-                copy.meta["val"] = base.meta["val"].clone()
-            bases[position - self.first_base] = copy
+            bases[position - self.first_base] = clone_of(graph, base)
         kwargs = _arguments(node, bases)
         call = graph.call_function(node.args[0], (), kwargs)
         call.meta = dict(node.meta)
@@ -113,14 +110,19 @@ def mutating_call(
     return MutatingCall(node, windows, others, first)
 
 
-def mutated_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return what a functionalized call, of an operator or a Triton kernel, would write."""
-    if node.target is torch.ops.higher_order.auto_functionalized_v2:
-        return list(dict.fromkeys(node.kwargs["_all_bases"]))
-    if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_functional":
-        arguments = node.kwargs["kwargs"]
-        return list(dict.fromkeys(arguments[key] for key in node.kwargs["tensors_to_clone"]))
-    return []
+def written_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return what a functionalized call of an operator would write; nothing of other nodes."""
+    if node.target is not torch.ops.higher_order.auto_functionalized_v2:
+        return []
+    return list(node.kwargs["_all_bases"])
+
+
+def clone_of(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
+    """Return a clone of a tensor that is no window, for a call to write."""
+    copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+    with value.meta["val"].fake_mode:
+        copy.meta["val"] = value.meta["val"].clone()
+    return copy
 
 
 def _arguments(node: torch.fx.Node, bases: list[torch.fx.Node]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from aliasstorage import ops
 from aliasstorage._compat import expression
 from aliasstorage.bufferize.analyze import Analysis
 from aliasstorage.bufferize.arrays import check_separable, with_copies
-from aliasstorage.bufferize.custom_ops import mutated_arguments
+from aliasstorage.bufferize.custom_ops import written_bases
 from aliasstorage.bufferize.emit import BufferEmitter, TypedInput, static_length
 from aliasstorage.bufferize.recognize import (
     UnrecognizedError,
@@ -26,6 +26,7 @@ from aliasstorage.bufferize.recognize import (
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.simplify import drop_self_writes, eliminate_dead_code
 from aliasstorage.bufferize.symbolic import symbol_sources
+from aliasstorage.bufferize.triton_kernels import written_arguments
 from aliasstorage.bufferize.views import with_typed_views
 from aliasstorage.window import Window
 
@@ -69,6 +70,14 @@ def _may_become_alias(node: torch.fx.Node) -> bool:
     )
 
 
+def _copy_of(node: torch.fx.Node) -> torch.fx.Node:
+    """Return a copy of a value that no pass drops."""
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(ops.materialize, (node,))
+    copy.meta = dict(node.meta)
+    return copy
+
+
 def keep_copies(graph: torch.fx.Graph) -> None:
     """Make copies of windows copies that no pass drops, in a graph that stays a byte graph.
 
@@ -88,20 +97,13 @@ def keep_copies(graph: torch.fx.Graph) -> None:
                     pending.append(user)
         for version in versions:
             users = list(uses(version, _may_become_alias))
-            views = {user for user in users if user.op == "call_function"}
+            views = {user for user in users if _may_become_alias(user)}
             for user in users:
-                if user in outputs and version is not buffer and _may_become_alias(user):
-                    with graph.inserting_after(user):
-                        copy = graph.call_function(ops.materialize, (user,))
-                    copy.meta = dict(user.meta)
-                    graph.output_node().replace_input_with(user, copy)
-                for view in mutated_arguments(user):
-                    if view not in views or not _may_become_alias(view):
-                        continue
-                    with graph.inserting_before(user):
-                        copy = graph.call_function(ops.materialize, (view,))
-                    copy.meta = dict(view.meta)
-                    user.replace_input_with(view, copy)
+                if user in outputs and version is not buffer and user in views:
+                    graph.output_node().replace_input_with(user, _copy_of(user))
+                for written in (*written_bases(user), *written_arguments(user).values()):
+                    if written in views:
+                        user.replace_input_with(written, _copy_of(written))
                 # A clone that lays the elements out anew is no no-op to anyone.
                 if user.target is torch.ops.aten.clone.default and (
                     user.meta["val"].stride() == user.args[0].meta["val"].stride()

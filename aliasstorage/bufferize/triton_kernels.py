@@ -16,6 +16,7 @@ import torch.fx
 from torch.fx.node import has_side_effect
 
 from aliasstorage._compat import triton_kernel_name
+from aliasstorage.bufferize.custom_ops import clone_of
 
 
 @dataclass
@@ -43,10 +44,7 @@ class TritonCall:
         node = self.node
         arguments = dict(node.kwargs["kwargs"])
         for key, value in self.others.items():
-            copy = graph.call_function(torch.ops.aten.clone.default, (value,))
-            with value.meta["val"].fake_mode:
-                copy.meta["val"] = value.meta["val"].clone()
-            arguments[key] = copy
+            arguments[key] = clone_of(graph, value)
         kwargs = {key: value for key, value in node.kwargs.items() if key != "tensors_to_clone"}
         kwargs["kwargs"] = arguments
         kernel = torch.ops.higher_order.triton_kernel_wrapper_mutation
@@ -62,13 +60,20 @@ def triton_call(
     node: torch.fx.Node, is_window: Callable[[torch.fx.Node], bool]
 ) -> TritonCall | None:
     """Return a functionalized call of a kernel that can be made in place, or None."""
-    if getattr(node.target, "__name__", "") != "triton_kernel_wrapper_functional":
+    written = written_arguments(node)
+    if not written:
         return None
     arguments: dict[str, Any] = node.kwargs["kwargs"]
-    written = {key: arguments[key] for key in node.kwargs["tensors_to_clone"]}
     tensors = [value for value in arguments.values() if isinstance(value, torch.fx.Node)]
     if any(tensors.count(value) > 1 for value in written.values()):
         return None
     windows = {key: value for key, value in written.items() if is_window(value)}
     others = {key: value for key, value in written.items() if not is_window(value)}
     return TritonCall(node, windows, others)
+
+
+def written_arguments(node: torch.fx.Node) -> dict[str, torch.fx.Node]:
+    """Return what a functionalized call of a kernel would write; nothing of other nodes."""
+    if getattr(node.target, "__name__", "") != "triton_kernel_wrapper_functional":
+        return {}
+    return {key: node.kwargs["kwargs"][key] for key in node.kwargs["tensors_to_clone"]}
