@@ -275,6 +275,30 @@ def replace_subclass_guards(replacements: dict[Any, Guard]) -> None:
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
+def steady_call(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return a function that calls what Inductor compiled with less work at each call.
+
+    Inductor's own entry looks at each call for the autotuning of the first one, to end it, and
+    for records of it, to write them: two microseconds that only first calls need. Calls that are
+    profiled or recorded go through it as well. Other functions are returned as they are.
+    """
+    if not {"current_callable", "_compile_context"} <= getattr(compiled, "__dict__", {}).keys():
+        return compiled
+    graph: Any = compiled
+    profiler, debug = torch.autograd.profiler, import_module("torch._inductor.debug")
+
+    def call(inputs: list[Any]) -> Any:
+        if (
+            graph._compile_context is None
+            and not profiler._is_profiler_enabled
+            and not debug.RECORD_GRAPH_EXECUTION
+        ):
+            return graph.current_callable(inputs)
+        return graph(inputs)
+
+    return call
+
+
 def _data_pointers_equal(
     tensors: list[torch.Tensor], pointers: list[int], positions: list[int]
 ) -> bool:

@@ -96,7 +96,10 @@ def measure(case: Case, rounds: int = 9, seconds: float = 0.1) -> Measured:
                 want = (value, [t.clone() for t in sample(variant.state())])
             result.right = agrees(want, (value, sample(variant.state())), case.tolerance)
             if result.right:
-                timers[variant.name] = Timer("call()", globals={"call": variant.call})
+                # With as many threads as before, which are a guard of the compiled graph.
+                timers[variant.name] = Timer(
+                    "call()", globals={"call": variant.call}, num_threads=torch.get_num_threads()
+                )
         calls = {
             name: max(3, min(5000, int(seconds / rounds / max(timer.timeit(3).median, 1e-6))))
             for name, timer in timers.items()

@@ -11,13 +11,16 @@ import torch
 import aliasstorage
 from aliasstorage import AliasTensor, ByteStorage, Window
 from benchmarks.cases import (
+    MIB,
     Case,
     Variant,
+    hybrid,
     layout_case,
     of_its_own,
     ours,
     small_windows,
     stock,
+    token_write,
 )
 
 ROWS, WIDTH = 8, 16
@@ -173,6 +176,21 @@ def overlap_case(shared: int) -> Case:
     return replace(case, size=f"{shared} % shared", variants=variants)
 
 
+def flatness_case(make: Callable[[int], Case], sizes: Sequence[int]) -> Case:
+    """One step on buffers of several sizes, in turns, as a ratio to the smallest."""
+    name = "aliasstorage, wrapped"
+
+    def variants() -> Iterator[Variant]:
+        for nbytes in sizes:
+            torch.manual_seed(0)  # the same step for each size, and so the same results
+            case = make(nbytes)
+            found = next(variant for variant in case.variants() if variant.name == name)
+            yield replace(found, name=f"{name}, {case.size}")
+
+    case = make(sizes[0])
+    return Case("flatness", case.name, variants, case.tolerance)
+
+
 def fences_case(pairs: int) -> Case:
     """Alternating writes of two windows, that share bytes or do not: the price of fences."""
     nbytes = ROWS * 1024 * 4
@@ -276,6 +294,8 @@ def eager_case(text: str) -> Case:
 
 
 PARTS = [
+    flatness_case(token_write, (MIB, 64 * MIB)),
+    flatness_case(hybrid, (17 * MIB, 140 * MIB)),
     windows_case(8),
     windows_case(128),
     where_the_time_goes(128),
@@ -286,6 +306,8 @@ PARTS = [
     *(eager_case(text) for text in EAGER),
 ]
 PARTS_FULL = [
+    flatness_case(token_write, (MIB, 64 * MIB, 1024 * MIB)),
+    flatness_case(hybrid, (17 * MIB, 140 * MIB, 1024 * MIB)),
     windows_case(1),
     windows_case(8),
     windows_case(32),

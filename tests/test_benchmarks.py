@@ -5,10 +5,16 @@ import json
 import pytest
 import torch
 
-from benchmarks.cases import Case, Variant
+from benchmarks.cases import Case, Variant, token_write
 from benchmarks.compare import compare
 from benchmarks.measure import measure
-from benchmarks.parts import copies_case, eager_case, fences_case, windows_case
+from benchmarks.parts import (
+    copies_case,
+    eager_case,
+    fences_case,
+    flatness_case,
+    windows_case,
+)
 
 
 def a_case():
@@ -37,12 +43,33 @@ def test_only_what_is_right_has_a_time():
 
 @pytest.mark.parametrize(
     "case",
-    [windows_case(2), fences_case(1), copies_case(1 << 12), eager_case("t[1]")],
+    [
+        flatness_case(token_write, (1 << 18, 1 << 19)),
+        windows_case(2),
+        fences_case(1),
+        copies_case(1 << 12),
+        eager_case("t[1]"),
+    ],
     ids=lambda case: case.name,
 )
 def test_parts_are_right(case):
     measured = measure(case, rounds=1, seconds=0.001)
     assert [result.right for result in measured.results] == [True] * len(measured.results)
+
+
+def test_the_graph_that_is_timed_is_the_one_that_was_checked():
+    compiled = []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return module
+
+    def variants():
+        double = torch.compile(lambda x: x * 2, backend=backend, fullgraph=True)
+        yield Variant("compiled", lambda: double(torch.ones(2)), list)
+
+    measure(Case("a case", "2 elements", variants), rounds=3, seconds=0.01)
+    assert len(compiled) == 1
 
 
 def test_compare_knows_noise(tmp_path):

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch._inductor.output_code import CompiledFxGraph
+from torch.profiler import profile
 
 from aliasstorage import _compat
 
@@ -69,3 +72,38 @@ def test_no_import_goes_backwards():
         for imported in re.findall(r"^from aliasstorage(?:\.(\w+))? import", text, re.M):
             if imported and imported in order:
                 assert order.index(imported) < order.index(name), f"{name} imports {imported}"
+
+
+def test_a_call_of_inductors_graph_does_only_what_it_must(monkeypatch):
+    raw = torch.zeros(64, dtype=torch.uint8)
+    views = raw[:32].view(torch.float16), raw[32:].view(torch.float32)
+
+    @torch.compile(backend="aliasstorage", fullgraph=True)
+    def step(a, b):
+        a.add_(1)
+        b.mul_(2).add_(a[:8])
+
+    through = []
+    call = CompiledFxGraph.__call__
+
+    def record(self, inputs):
+        through.append(self)
+        return call(self, inputs)
+
+    monkeypatch.setattr(CompiledFxGraph, "__call__", record)
+    step(*views)
+    through.clear()
+    step(*views)
+    assert not through
+    with profile() as profiled:
+        step(*views)
+    assert through
+    assert any(event.key.startswith("## Call CompiledFxGraph") for event in profiled.key_averages())
+    assert torch.equal(views[0], torch.full((16,), 3.0, dtype=torch.float16))
+    assert torch.equal(views[1], torch.full((8,), 11.0))
+
+
+def test_other_functions_are_called_as_they_are():
+    function = torch.nn.Linear(1, 1)
+    assert _compat.steady_call(function) is function
+    assert _compat.steady_call(len) is len

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from aliasstorage._compat import python_source
+from aliasstorage._compat import python_source, steady_call
 from aliasstorage.bufferize.symbolic import AnyWindow, SymbolicWindow
 from aliasstorage.registry import PerTensor
 from aliasstorage.window import Window, regenerate
@@ -42,7 +42,7 @@ def with_typed_views(
     for index, window in roots:
         names = window.symbols if isinstance(window, SymbolicWindow) else ()
         groups.setdefault((index, names), []).append(window)
-    scope: dict[str, Any] = {"compiled": compiled}
+    scope: dict[str, Any] = {"compiled": steady_call(compiled)}
     lines = ["def call(args):", f"    {', '.join(f't{i}' for i in range(count))}, = args"]
     lines.append("    args.clear()")
     named = {name for _, names in groups for name in names}
