@@ -96,6 +96,7 @@ def call_source(
     condition = guard.condition({index: names[index] for index in guard.tensors})
     if condition:
         lines += [f"    if not ({condition}):", f"        return otherwise({everything})"]
+    keys = {group[0]: f"key{number}" for number, group in enumerate(guard.groups)}
     buffers: list[str] = []
     for number, storage in enumerate([] if merged is None else merged.storages):
         member = next((m for m in storage.members if m.wrapped), storage.members[0])
@@ -109,7 +110,7 @@ def call_source(
         length = nbytes if isinstance(nbytes, int) else None
         real = f"{tensor}.untyped_storage().nbytes()" if length is None else length
         lines += [
-            f"    found = buffers.get(address({tensor}))",
+            f"    found = buffers.get({keys.get(member.index, f'address({tensor})')})",
             f"    {buffer} = None if found is None else found()",
             f"    if {buffer} is None or {buffer}.numel() != {real}:",
             f"        {buffer} = find({tensor}, {length})",
@@ -121,10 +122,10 @@ def call_source(
             lines.append(f"    {buffer} = shorten({buffer}, {members})")
     if guard.parameters:
         parameters = ", ".join(names[index] for index in guard.parameters)
-        keys = "".join(f"key{number}, " for number in range(len(guard.groups)))
+        others = "".join(f"{key}, " for key in keys.values())
         found = "".join(f"{buffer}, " for buffer in buffers)
         lines += [
-            f"    if not unshared([{parameters}], ({keys}), ({found})):",
+            f"    if not unshared([{parameters}], ({others}), ({found})):",
             f"        return otherwise({everything})",
         ]
     if merged is None:

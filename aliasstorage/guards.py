@@ -15,7 +15,8 @@ each new pattern once, and a known one finds its own graph.
 Note [Parameters stay where they are]
 A model's parameters are inputs of its graph, hundreds of them, and could be pointed at a cache's
 bytes like any tensor. Their data pointers are compared with those of the last call, all at once;
-only when one changed are they looked at one by one.
+only when one changed are they looked at one by one. Where tensors have no data pointers, on
+devices whose memory is opaque, that is at each call.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ def parameter_check() -> Callable[..., bool]:
             pointers = [parameter.data_ptr() for parameter in parameters]
             positions, in_order = list(range(len(parameters))), sorted(pointers)
             addresses = set(map(storage_address, parameters))
-            known = (pointers, positions, in_order, addresses)
+            if all(pointers):
+                known = (pointers, positions, in_order, addresses)
         if len(addresses) != len(pointers) or not addresses.isdisjoint(keys):
             return False
         for buffer in buffers:

@@ -9,6 +9,8 @@ import torch
 
 import aliasstorage
 from aliasstorage import AliasTensor, Window, errors
+from aliasstorage._compat import storage_address
+from aliasstorage.guards import parameter_check
 from tests.two_windows import BACKENDS, OVER_A, A, X, fresh, plains, same, update, windows
 
 
@@ -243,3 +245,16 @@ def test_the_offset_of_a_window_is_guarded():
         assert raw[64:66].tolist() == [1, 0]
         assert len(compiles) - before <= 1
     assert len(compiles) == 3
+
+
+def test_parameters_on_a_device_without_data_pointers():
+    cache = torch.empty(8, device="meta")
+    parameters = [torch.nn.Parameter(torch.empty(4, device="meta")) for _ in range(2)]
+    unshared = parameter_check()
+    keys = (storage_address(cache),)
+    assert unshared(parameters, keys, ())
+    assert unshared(parameters, keys, ())
+    parameters[1].data = cache[4:]
+    assert not unshared(parameters, keys, ())
+    parameters[1].data = parameters[0].data
+    assert not unshared(parameters, keys, ())
