@@ -146,12 +146,29 @@ def test_a_slice_shares_the_root_it_is_a_slice_of():
     assert roots == [root]
 
 
+def test_permuted_and_expanded_windows_share_a_root():
+    root = Window(torch.float16, (8, 4, 6))
+    permuted = Window(torch.float16, (6, 8, 4), (1, 24, 6))
+    expanded = Window(torch.float16, (8, 5, 4, 6), (24, 0, 6, 1))
+    for windows in itertools.permutations((root, permuted, expanded)):
+        roots, root_of = choose_roots(windows, preferred=[root])
+        assert (roots, set(root_of.values())) == ([root], {0})
+        roots, root_of = choose_roots(windows)
+        assert roots in ([root], [permuted])
+        assert set(root_of.values()) == {0}
+        # A write to elements that are shown twice is left to whoever gets the window itself.
+        roots, _ = choose_roots(windows, preferred=[root], written=[expanded, permuted])
+        assert set(roots) == {root, expanded}
+
+
 def test_slice_of_agrees_with_torch():
     root = Window(torch.int16, (4, 3, 6), byte_offset=8)
     buffer = torch.zeros(512, dtype=torch.uint8)
     view = root.regenerate(buffer)
     views = [view[1], view[1:3], view[:, 1], view[..., ::2], view[1:, 0].t(), view[2, 1, 3:5]]
     views += [view[:, 1:2, 3], view.permute(2, 0, 1)[1:5:3], view[3:4, 2:, :1]]
+    views += [view, view.permute(2, 1, 0), view.transpose(0, 1).unsqueeze(1)]
+    views += [view[:, :, None].expand(4, 3, 2, 6), view[1:, 2].t()[:, None].expand(6, 9, 3)]
     for part in views:
         window = Window.of(part)
         how = slice_of(window, root)
@@ -164,7 +181,10 @@ def test_slice_of_agrees_with_torch():
                 rebuilt.storage_offset() + start * rebuilt.stride(dim),
             )
         assert rebuilt.storage_offset() == part.storage_offset()
-        sizes = [1 if dim is None else rebuilt.shape[dim] for dim in how.dims]
-        assert sizes == list(part.shape)
+        for dim, extent, step in zip(how.dims, part.shape, part.stride(), strict=True):
+            if dim is None:
+                assert extent == 1 or step == 0
+            else:
+                assert (rebuilt.shape[dim], rebuilt.stride(dim)) == (extent, step)
     assert slice_of(Window(torch.int16, (7,), byte_offset=8), root) is None
     assert slice_of(Window(torch.float16, (6,), byte_offset=8), root) is None

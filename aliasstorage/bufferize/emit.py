@@ -177,7 +177,7 @@ class BufferEmitter:
     # --- windows as nodes ---
 
     def _typed(self, window: AnyWindow) -> torch.fx.Node:
-        """Return a node for a window: its root, or a slice of it."""
+        """Return a node for a window: its root, or a view of it."""
         if isinstance(window, Window) and not window.numel:
             return self._empty(window)
         source = self.inputs[self.plan.root_of[window]]
@@ -215,6 +215,8 @@ class BufferEmitter:
         for position, extent in enumerate(how.dims):
             if extent is None:
                 node = self._call(aten.unsqueeze.default, node, position)
+        if tuple(node.meta["val"].shape) != window.size:
+            node = self._call(aten.expand.default, node, window.size)
         return node
 
     def _call(self, target: Any, node: torch.fx.Node, *args: Any) -> torch.fx.Node:

@@ -8,8 +8,10 @@ is given, and where a fence keeps conflicting accesses apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from aliasstorage.bufferize.symbolic import AnyWindow, SymbolicWindow, footprint
 from aliasstorage.overlap import alias_classes
@@ -122,7 +124,8 @@ def plan(
     """
     result = Plan()
     windows = list(dict.fromkeys(item.window for item in (*reads, *writes) if item.window.numel))
-    result.roots, result.root_of = choose_roots(windows, preferred_roots)
+    written = {write.window for write in writes}
+    result.roots, result.root_of = choose_roots(windows, preferred_roots, written)
     result.classes = alias_classes([footprint(root) for root in result.roots])
     for index, read in enumerate(reads):
         copy = hazard(index, read, writes)
@@ -156,12 +159,15 @@ def hazard(index: int, read: Read, writes: Sequence[Write]) -> Copy | None:
 
 
 def choose_roots(
-    windows: Sequence[AnyWindow], preferred: Sequence[Window] = ()
+    windows: Sequence[AnyWindow],
+    preferred: Sequence[Window] = (),
+    written: Collection[AnyWindow] = (),
 ) -> tuple[list[AnyWindow], dict[AnyWindow, int]]:
     """Choose the typed views to give a program, and the root of each window.
 
-    A window is expressed in a root of its dtype of which it is a slice: the smallest of
-    ``preferred``, else the largest other one. Windows that merely lie inside another one's span
+    A window is expressed in a root of its dtype of which it is a slice, permuted or expanded:
+    the smallest of ``preferred``, else the largest other one. Of ``written`` windows, those that
+    show an element twice are not. Windows that merely lie inside another one's span
     become roots of their own, since sharing a root would order accesses that have nothing to
     do with each other. Two dtypes never share a root, not even two of one itemsize: CPU
     Inductor stores through a reinterpreted view with the dtype of the root. Symbolic windows
@@ -169,14 +175,18 @@ def choose_roots(
     """
     static = [window for window in windows if isinstance(window, Window)]
     distinct = [window for window in dict.fromkeys((*preferred, *static)) if window.numel]
-    distinct.sort(key=lambda window: window.nbytes)
+    distinct.sort(key=lambda window: (shown_elements(window), -window.numel))
     favored = [root for root in distinct if root in preferred]
     hosts = favored + [root for root in reversed(distinct) if root not in favored]
     root_for: dict[AnyWindow, AnyWindow] = {}
     for window in static:
         root_for[window] = window
-        if window not in favored:
-            root_for[window] = next((host for host in hosts if slice_of(window, host)), window)
+        repeats = window.numel > shown_elements(window)
+        if window in favored or (repeats and window in written):
+            continue
+        # Of windows that are permutations of each other, the first one is the root.
+        before = takewhile(lambda host, window=window: host != window, hosts)
+        root_for[window] = next((host for host in before if slice_of(window, host)), window)
     symbolic = [window for window in windows if isinstance(window, SymbolicWindow)]
     symbolic.sort(key=lambda window: window.symbols)
     roots = list(dict.fromkeys((*root_for.values(), *symbolic)))
@@ -185,15 +195,21 @@ def choose_roots(
     return roots, {window: order[root] for window, root in root_for.items()}
 
 
+def shown_elements(window: Window) -> int:
+    """Return the number of elements, where those that an expanded dimension repeats count once."""
+    extents = zip(window.size, window.stride, strict=True)
+    return math.prod(extent for extent, step in extents if step or not extent)
+
+
 @dataclass(frozen=True)
 class Slice:
-    """How a window is a slice of a root.
+    """How a window is a slice of a root, permuted and expanded.
 
     Attributes:
         ranges: For each dimension of the root, start, length and step.
         dims: For each dimension of the window, the dimension of the root that it is, or None
-            for a dimension of extent 1. Dimensions of the root that do not appear have length 1
-            and are dropped.
+            for a dimension of extent 1 or an expanded one. Dimensions of the root that do not
+            appear have length 1 and are dropped.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -201,7 +217,7 @@ class Slice:
 
 
 def slice_of(window: Window, root: Window) -> Slice | None:
-    """Return how a window is a slice of a smaller number of a root's elements, or None.
+    """Return how a window shows some or all of a root's elements, or None.
 
     Examples:
         >>> import torch
@@ -212,7 +228,7 @@ def slice_of(window: Window, root: Window) -> Slice | None:
         True
     """
     itemsize = root.dtype.itemsize
-    if window.dtype != root.dtype or window.numel >= root.numel or not window.numel:
+    if window.dtype != root.dtype or not window.numel:
         return None
     offset = window.byte_offset - root.byte_offset
     if offset < 0 or offset % itemsize:
@@ -231,10 +247,10 @@ def slice_of(window: Window, root: Window) -> Slice | None:
         return None
     dims: list[int | None] = []
     for extent, step in zip(window.size, window.stride, strict=True):
-        if extent == 1:
+        if extent == 1 or not step:
             dims.append(None)
             continue
-        fits = [d for d in free if step and step % root.stride[d] == 0]
+        fits = [d for d in free if step % root.stride[d] == 0]
         if not fits:
             return None
         dim = fits[0]
