@@ -138,7 +138,8 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 def scribble(tensor: torch.Tensor) -> None:
     """Overwrite a result."""
-    if 0 in tensor.stride() and tensor.numel() > 1:
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(extent > 1 and not step for extent, step in dims):
         return  # an expanded view cannot be written
     with torch.no_grad():
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
