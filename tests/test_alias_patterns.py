@@ -248,13 +248,14 @@ def test_the_offset_of_a_window_is_guarded():
 
 
 def test_parameters_on_a_device_without_data_pointers():
-    cache = torch.empty(8, device="meta")
+    buffer = torch.empty(32, dtype=torch.uint8, device="meta")
+    cache = buffer.view(torch.float32)
     parameters = [torch.nn.Parameter(torch.empty(4, device="meta")) for _ in range(2)]
     unshared = parameter_check()
     keys = (storage_address(cache),)
-    assert unshared(parameters, keys, ())
-    assert unshared(parameters, keys, ())
+    assert unshared(parameters, keys, (buffer,))
+    assert unshared(parameters, keys, (buffer,))
     parameters[1].data = cache[4:]
-    assert not unshared(parameters, keys, ())
+    assert not unshared(parameters, keys, (buffer,))
     parameters[1].data = parameters[0].data
-    assert not unshared(parameters, keys, ())
+    assert not unshared(parameters, keys, (buffer,))
