@@ -56,8 +56,9 @@ _ON_FIRST_USE = {
     "select_decomp_table": "torch._inductor.decomposition",
 }
 
-# Modules of Inductor, for the two operations that bufferized graphs add to it.
+# Modules of Inductor, for the operations that bufferized graphs add to it, and for its options.
 _MODULES = {
+    "inductor_config": "torch._inductor.config",
     "inductor_ir": "torch._inductor.ir",
     "inductor_lowering": "torch._inductor.lowering",
     "inductor_virtualized": "torch._inductor.virtualized",

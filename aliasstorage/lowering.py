@@ -12,6 +12,7 @@ import torch
 import torch.fx
 
 from aliasstorage import _compat, ops
+from aliasstorage.bufferize.recognize import byte_buffers
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.calling import bind
@@ -25,6 +26,8 @@ from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.tracing import for_own_backend
 from aliasstorage.version import __version__
 from aliasstorage.window import Window, regenerate
+
+aten = torch.ops.aten
 
 _OWN_OPTIONS = ("inner", "bufferize", "form", "decompositions")
 
@@ -205,6 +208,28 @@ def _notify(reports: list[BufferReport], module: torch.fx.GraphModule) -> None:
         listener(reports, module)
 
 
+def _layout_patches(module: torch.fx.GraphModule, options: dict[str, Any]) -> dict[str, bool]:
+    """Return what changes in Inductor's options for the layouts of values of a graph."""
+    # Note [States are not images]
+    # Inductor lays values of four dimensions that flow into or out of a convolution as images,
+    # channels last, whatever the convolution's own number of dimensions is. In a hybrid model,
+    # these are the recurrent states of the layers before a short convolution: they are computed
+    # in an order across their heads, and transposed when they are written to their windows.
+    # Where all convolutions are one-dimensional, there are no images.
+    if "layout_optimization" in options or _compat.inductor_config.force_layout_optimization:
+        return {}
+    inputs = [
+        node.args[0].meta.get("val")
+        for submodule in module.modules()
+        if isinstance(submodule, torch.fx.GraphModule)
+        for node in submodule.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    ]
+    one_dimensional = all(value is not None and value.dim() == 3 for value in inputs)
+    if inputs and one_dimensional and byte_buffers(module.graph):
+        return {"layout_optimization": False}
+    return {}
+
+
 def _inductor(
     options: dict[str, Any], mode: str | None, bufferize: bool, roots: Mapping[Window, str]
 ) -> Compiler:
@@ -222,9 +247,10 @@ def _inductor(
         ) -> Callable[..., Any]:
             return _compat.compile_fx_inner(module, inputs, static_input_idxs=static, **kwargs)
 
-        return compile_bufferized(
-            module, example_inputs, compiler, roots, static, _notify, bufferize
-        )
+        with _compat.inductor_config.patch(_layout_patches(module, patches)):
+            return compile_bufferized(
+                module, example_inputs, compiler, roots, static, _notify, bufferize
+            )
 
     def compile_with_inductor(
         module: torch.fx.GraphModule, example_inputs: Sequence[Any]

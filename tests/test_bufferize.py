@@ -107,6 +107,45 @@ def test_hybrid_step_has_one_fence_and_no_copy():
     assert "in place" in str(explanation)
 
 
+CHANNELS_LAST, CONTIGUOUS = "(2, 4, 8, 8), (256, 1, 32, 4)", "(2, 4, 8, 8), (256, 64, 8, 1)"
+
+
+@pytest.mark.parametrize(
+    "kernel, options, layout",
+    [
+        ((3,), {}, CONTIGUOUS),
+        ((3,), {"layout_optimization": True}, CHANNELS_LAST),
+        ((3, 3), {}, CHANNELS_LAST),
+    ],
+)
+def test_states_before_short_convolutions_are_no_images(kernel, options, layout):
+    """See Note [States are not images]; Inductor takes them for images."""
+    raw = torch.randint(0, 0x3F, (4096,), dtype=torch.uint8)
+    state = raw[:2048].view(torch.float32).view(2, 4, 8, 8)
+    other = raw[2048:].view(torch.bfloat16)
+    weight, key = torch.randn(8, 1, *kernel), torch.randn(2, 4, 8, 1)
+    row, decay, rate = torch.randn(2, 4, 1, 8), torch.rand(2, 4, 1, 1), torch.rand(2, 4, 1, 1)
+    convolution = torch.nn.functional.conv1d if len(kernel) == 1 else torch.nn.functional.conv2d
+
+    def step(state, other):
+        new = state * decay + key * (row - (state * key).sum(-2, keepdim=True)) * rate
+        out = (new * key).sum(-2)
+        state.copy_(new)
+        other.add_(1)
+        image = out.view(2, 8, *([4] if len(kernel) == 1 else [2, 2]))
+        return convolution(image, weight, padding=1, groups=8)
+
+    want_raw = raw.clone()
+    views = want_raw[:2048].view(torch.float32).view(2, 4, 8, 8), want_raw[2048:].view(other.dtype)
+    want = step(*views)
+    compiled = torch.compile(step, backend="aliasstorage", options=options)
+    got, (code, *_) = run_and_get_code(compiled, state, other)
+    torch.testing.assert_close(want, got)
+    torch.testing.assert_close(views[0], state)
+    assert torch.equal(want_raw[2048:], raw[2048:])
+    assert f"empty_strided_cpu({layout}" in code
+
+
 def functions_of(step, *args):
     """Return how often the code that Inductor generates calls a function that it generated."""
     _, sources = run_and_get_code(torch.compile(step, backend="aliasstorage"), *args)
