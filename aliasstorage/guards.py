@@ -40,8 +40,7 @@ from aliasstorage._compat import (
 from aliasstorage.tensor import AliasTensor
 
 # For each tensor input: which storage it is in, counted in order of appearance, and its storage
-# offset when it shares that storage (a storage with one view may start anywhere). In elements,
-# since the dtype is guarded anyway.
+# offset when it shares that storage. In elements, since the dtype is guarded anyway.
 AliasPattern = tuple[tuple[int, int], ...]
 
 
@@ -71,7 +70,9 @@ class AliasGuard:
     Args:
         tensors: The real tensor inputs of this compilation, by their position in the graph.
         sources: The Dynamo source of each.
-        symbolic_offsets: Positions of inputs whose storage offset is an input of the graph.
+        symbolic_offsets: Positions of windows whose storage offset is an input of the graph.
+        numbers: Positions of windows whose storage offset is a number in the graph, which holds
+            of one that is alone in its storage as well.
         lengths: For inputs of a storage that the graph has as a whole, its length in bytes.
 
     Attributes:
@@ -79,9 +80,9 @@ class AliasGuard:
         pattern: The pattern.
         groups: Positions of the inputs to check, by storage: plain ones, and of the windows
             of a storage one, since Dynamo guards that they have one buffer. Empty when there
-            is one storage with one such input.
-        parameters: Positions of the parameters that are alone in their storage, which are not
-            in ``groups``.
+            is one storage with one such input, which may start anywhere.
+        parameters: Positions of the parameters that are alone in their storage and no window
+            of it, which are not in ``groups``.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class AliasGuard:
         tensors: Mapping[int, torch.Tensor],
         sources: Mapping[int, Any],
         symbolic_offsets: Collection[int],
+        numbers: Collection[int],
         lengths: Mapping[int, int],
     ) -> None:
         self.tensors = list(tensors)
@@ -106,12 +108,15 @@ class AliasGuard:
                     group.insert(0, index)
                 continue
             group.append(index)
-            if offset >= 0 and index not in symbolic_offsets:
-                self._offsets[index] = offset
+            if index in numbers or (offset >= 0 and index not in symbolic_offsets):
+                self._offsets[index] = int(tensor.storage_offset())
+        merged = {*symbolic_offsets, *numbers}
         self.parameters = [
             group[0]
             for group in groups.values()
-            if len(group) == 1 and isinstance(tensors[group[0]], torch.nn.Parameter)
+            if len(group) == 1
+            and isinstance(tensors[group[0]], torch.nn.Parameter)
+            and group[0] not in merged
         ]
         self.groups = [g for g in groups.values() if g[0] not in self.parameters]
         # Of windows, Dynamo guards the size of the buffer.
@@ -119,7 +124,7 @@ class AliasGuard:
             group[0] for group in self.groups if not isinstance(tensors[group[0]], AliasTensor)
         ]
         self._lengths = {index: lengths[index] for index in plain if index in lengths}
-        if sum(map(len, self.groups)) + len(self.parameters) < 2:
+        if sum(map(len, self.groups)) + len(self.parameters) < 2 and not self._offsets:
             self.groups, self.parameters = [], []
         elif (guards := current_guards()) is not None:
             guards.add(Guard(next(iter(sources.values())), self._remember))

@@ -124,14 +124,15 @@ def _alias_guard(
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             tensors[index], sources[index] = value, node._dynamo_source
     members = [member for storage in storages for member in storage.members]
-    symbolic = {m.index for m in members if not isinstance(m.byte_offset, int)}
+    numbers = {m.index for m in members if isinstance(m.byte_offset, int)}
+    symbolic = {m.index for m in members} - numbers
     lengths = {
         member.index: storage.buffer_value.shape[0]
         for storage in storages
         for member in storage.members
         if isinstance(storage.buffer_value.shape[0], int)
     }
-    return AliasGuard(tensors, sources, symbolic, lengths)
+    return AliasGuard(tensors, sources, symbolic, numbers, lengths)
 
 
 def _unchanged_copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

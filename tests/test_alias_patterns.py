@@ -143,6 +143,58 @@ class CompileCounter:
         return self.inner(module, inputs, **kwargs)
 
 
+LONE = {
+    "a part": Window(torch.float32, (4, 4)),
+    "strided": Window(torch.float16, (4, 4), (8, 1)),
+    "one element for many": Window(torch.float32, (4, 4), (1, 0)),
+}
+
+
+def double(a):
+    a.mul_(2)
+    return a[1:]
+
+
+def add_beside(a, x):
+    a.add_(x)
+    return a * 2
+
+
+def read(a, x):
+    return a + x, a[0]
+
+
+@pytest.mark.parametrize("step", [double, add_beside, read])
+@pytest.mark.parametrize("name", LONE)
+@pytest.mark.parametrize("carrier", ["plain", "parameter", "wrapped"])
+@pytest.mark.parametrize("length", ["static", "dynamic"])
+def test_a_window_alone_in_its_storage_starts_anywhere(step, name, carrier, length):
+    """As a cache that a function is given one layer or one page of."""
+    if name.startswith("one") and step is not read:
+        pytest.skip("eager mode refuses to write one element for many")
+    carry = {
+        "plain": lambda a: a,
+        "parameter": lambda a: torch.nn.Parameter(a, requires_grad=False),
+        "wrapped": aliasstorage.wrap,
+    }[carrier]
+    compiled = torch.compile(step, backend=aliasstorage.backend("aot_eager"))
+    for number, offset in enumerate([64, 0, 128, 64, 32, 100, 4]):
+        buffers, results = [], []
+        for run in (step, compiled):
+            raw = fresh(number)
+            if length == "dynamic" and number % 2:
+                raw = torch.cat([raw, raw])
+            a = Window(LONE[name].dtype, LONE[name].size, LONE[name].stride, offset).regenerate(raw)
+            x = () if step is double else (torch.ones((), dtype=a.dtype),)
+            results.append(run(a if run is step else carry(a), *x))
+            buffers.append(raw)
+        for want, got in zip(*[r if isinstance(r, tuple) else (r,) for r in results], strict=True):
+            assert same(want, got), offset
+            for result in (want, got):
+                result[..., 0].fill_(3)
+        assert torch.equal(*buffers), offset
+
+
 def test_alias_pattern_changes_on_the_stock_path():
     compiled = torch.compile(read_after_write, backend="aot_eager")
     for number, name in enumerate(ORDERS[1] + ORDERS[2]):
