@@ -29,10 +29,13 @@ from aliasstorage.identities import (
     typed_apart,
 )
 from aliasstorage.moves import (
+    COPIES,
     accumulate_on_copy,
+    copy_bytes,
     is_accumulation,
     is_move,
     loses_bits,
+    may_end_inside_element,
     on_integers,
 )
 from aliasstorage.schemas import OpInfo, op_info
@@ -129,6 +132,13 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
             if func._schema.name.startswith("aten::_foreach_"):
                 return _foreach_one_by_one(func, args, kwargs)
             raise _overlap_error(func, *overlap)
+    if func is torch.ops.aten._foreach_copy_.default and any(
+        tracing.is_traced(copied._buffer) for copied in _windows(args[:1])
+    ):
+        # Each is written in place; and see Note [Storages that end inside an element].
+        for copied, value in zip(*args[:2], strict=True):
+            copied.copy_(value)
+        return None
     outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
     outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
     if func.namespace != "aten":
@@ -136,6 +146,10 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         if written and tracing.stays_a_byte_graph(written[0]._buffer):
             return _returned(info, args, kwargs, call_on_copies(func, args, kwargs, written))
     typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
+    if func in COPIES and type(target) is AliasTensor and may_end_inside_element(target):
+        # See Note [Storages that end inside an element].
+        copy_bytes(target, typed_args[1])
+        return target
     if (
         type(target) is AliasTensor
         and loses_bits(target.dtype)
@@ -145,8 +159,8 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         if is_move(func, typed_args, typed_kwargs):
             typed_args, typed_kwargs = on_integers(func, typed_args, typed_kwargs)
         elif is_accumulation(func, typed_args, typed_kwargs):
-            accumulate_on_copy(func, typed_args, typed_kwargs)
-            return target
+            values = accumulate_on_copy(func, typed_args, typed_kwargs)
+            return target.copy_(values.view(target.dtype))
     if type(target) is not AliasTensor and may_be_identity(func):
         windows = _windows((args, tuple(kwargs.values())))
         if windows and tracing.stays_a_byte_graph(windows[0]._buffer):

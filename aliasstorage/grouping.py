@@ -19,7 +19,7 @@ from aliasstorage._compat import (
 from aliasstorage.errors import RequiresGradError, UnsupportedTensorError
 from aliasstorage.mutations import written_inputs
 from aliasstorage.tensor import AliasTensor
-from aliasstorage.window import Window
+from aliasstorage.window import Window, reach
 
 Extent = int | torch.SymInt
 
@@ -150,10 +150,7 @@ def shows_elements_twice(value: torch.Tensor) -> bool:
 
 def _end(member: Member) -> Extent:
     """Return one past the last byte of a member."""
-    end = member.byte_offset + member.dtype.itemsize
-    for extent, step in zip(member.size, member.stride, strict=True):
-        end = end + (extent - 1) * step * member.dtype.itemsize
-    return end
+    return member.byte_offset + reach(member.size, member.stride) * member.dtype.itemsize
 
 
 def _check_no_lazy_bits(member: Member, value: torch.Tensor) -> None:

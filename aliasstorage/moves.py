@@ -1,4 +1,4 @@
-"""Writes on byte graphs that keep every bit of the elements they do not write.
+"""Writes that are traced as other operations, with the same bytes.
 
 Note [Moves are done on integers]
 A functional graph writes a few elements of a window by making all of the window's values anew.
@@ -8,6 +8,13 @@ Where a byte graph is the final form, on the stock path, a write that only moves
 therefore traced on the integer view of the window; one that computes them (an accumulation) is
 computed on a copy, of which the elements that it reaches are moved. Where writes become in-place
 ones, they touch nothing else anyway.
+
+Note [Storages that end inside an element]
+Functionalization makes of ``copy_`` a copy that first clones the storage of its target, as elements
+of the target's dtype, and asserts that the storage has a whole number of them. 41 bytes with a
+window of int64 at the first 40 have not. Copies to such windows, and fills with tensors, which
+Inductor makes copies of, are traced on the window's bytes. Of a symbolic length, a guard tells
+which of the two it is; on byte graphs nothing does: the real storage may be longer than the buffer.
 """
 
 from __future__ import annotations
@@ -16,8 +23,11 @@ from typing import Any
 
 import torch
 
+from aliasstorage import tracing
 from aliasstorage._compat import disable_current_modes, run_eagerly
 from aliasstorage.schemas import Argument, op_info
+from aliasstorage.tensor import AliasTensor
+from aliasstorage.window import regenerate
 
 aten = torch.ops.aten
 
@@ -108,8 +118,12 @@ def is_accumulation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func in _REACHED
 
 
-def accumulate_on_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Do an accumulation on typed tensors, and keep the bits of all other elements."""
+def accumulate_on_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Do an accumulation on a copy of its first argument, a plain tensor.
+
+    Returns:
+        What the first argument becomes, as integers: all other elements have the bits they had.
+    """
     target, *rest = args
     computed = target.clone()
     func(computed, *rest, **kwargs)
@@ -121,7 +135,30 @@ def accumulate_on_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         dim, index = (argument.get(args, kwargs) for argument in op_info(func).arguments[1:3])
         reached = _REACHED[func](nothing, dim, index, True)
     integers = target.view(INTEGERS[target.dtype.itemsize])
-    integers.copy_(torch.where(reached, computed.view(integers.dtype), integers))
+    return torch.where(reached, computed.view(integers.dtype), integers)
+
+
+def may_end_inside_element(window: AliasTensor) -> bool:
+    """Return whether the storage of a window may be no whole number of its elements long."""
+    nbytes, itemsize = window._buffer.shape[0], window.dtype.itemsize
+    if not isinstance(nbytes, int) and tracing.stays_a_byte_graph(window._buffer):
+        return itemsize > 1
+    return bool(nbytes % itemsize)
+
+
+# What functionalization or a decomposition makes copies of.
+COPIES = frozenset({aten.copy_.default, aten.fill_.Tensor})
+
+
+def copy_bytes(target: AliasTensor, value: torch.Tensor) -> None:
+    """Copy a plain tensor to a window, as ``copy_`` does, on the window's bytes."""
+    itemsize = target.dtype.itemsize
+    size, stride = target.shape, [step * itemsize for step in target.stride()]
+    bytes_ = regenerate(
+        target._buffer, torch.uint8, (*size, itemsize), (*stride, 1), target._byte_offset
+    )
+    elements = value.to(target.device, target.dtype).resolve_conj().resolve_neg()
+    bytes_.copy_(elements.unsqueeze(-1).view(torch.uint8))
 
 
 def _moved(func: Any) -> Argument:

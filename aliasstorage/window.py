@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from aliasstorage._compat import run_eagerly
+from aliasstorage._compat import run_eagerly, symbol_bounds
 from aliasstorage.errors import (
     InvalidWindowError,
     MisalignedWindowError,
@@ -156,12 +157,8 @@ class Window:
     @cached_property
     def span(self) -> tuple[int, int]:
         """First byte and one past the last byte; empty windows have an empty span."""
-        if self.numel == 0:
-            return (self.byte_offset, self.byte_offset)
-        last = sum(
-            (extent - 1) * step for extent, step in zip(self.size, self.byte_stride, strict=True)
-        )
-        return (self.byte_offset, self.byte_offset + last + self.dtype.itemsize)
+        nbytes = reach(self.size, self.stride) * self.dtype.itemsize
+        return (self.byte_offset, self.byte_offset + nbytes)
 
     def check_bounds(self, nbytes: int) -> None:
         """Raise `WindowOutOfBoundsError` unless the window lies in ``nbytes`` bytes."""
@@ -254,6 +251,30 @@ def regenerate(
     byte_stride = [step * itemsize for step in stride]
     elements = torch.as_strided(buffer, (*size, itemsize), (*byte_stride, 1), byte_offset)
     return elements.view(dtype).squeeze(-1)
+
+
+def reach(size: Sequence[Any], stride: Sequence[Any]) -> Any:
+    """Return how many elements lie from a view's first one to its last one; 0 of an empty view.
+
+    Args:
+        size: Extents, in elements; they may be symbolic, and so ``stride``.
+        stride: Steps, in elements.
+
+    Examples:
+        >>> reach((3, 2), (4, 1)), reach((0, 2), (4, 1)), reach((), ())
+        (10, 0, 1)
+    """
+    length = 1
+    for extent, step in zip(size, stride, strict=True):
+        if isinstance(extent, int):
+            if extent == 0:
+                return 0
+            steps = extent - 1
+        else:
+            can_be_0 = symbol_bounds(extent, 0, 1)[0] < 1
+            steps = torch.sym_max(extent - 1, 0) if can_be_0 else extent - 1
+        length = length + steps * step
+    return length
 
 
 def check_strided(tensor: torch.Tensor) -> None:

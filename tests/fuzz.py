@@ -160,7 +160,8 @@ IDENTITIES = [
 class Program:
     """Windows, lines, and what is returned.
 
-    ``moves`` has, for each further call, the storage and the byte offset of each window.
+    ``moves`` has, for each further call, the storage and the byte offset of each window, and
+    by how much its outermost dimension is longer. ``nbytes`` is the length of each storage.
     """
 
     windows: list[Window]
@@ -169,7 +170,8 @@ class Program:
     returned: list[str]
     seed: int
     configuration: str
-    moves: list[list[tuple[int, int]]] = field(default_factory=list)
+    moves: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    nbytes: int = BYTES
 
     @property
     def function(self) -> str:
@@ -185,7 +187,8 @@ class Program:
             "from tests.fuzz import Program, check\n\n"
             f"check(Program(\n    {self.windows!r},\n    {self.storages}, {self.lines!r},\n"
             f"    {self.returned}, seed={self.seed}, configuration={self.configuration!r},\n"
-            f"    moves={self.moves}))\n" + textwrap.indent(self.function, "# ")
+            f"    moves={self.moves}, nbytes={self.nbytes}))\n"
+            + textwrap.indent(self.function, "# ")
         )
 
     def calls(self) -> list[Program]:
@@ -194,9 +197,10 @@ class Program:
             replace(
                 self,
                 windows=[
-                    replace(w, byte_offset=o) for w, (_, o) in zip(self.windows, move, strict=True)
+                    replace(grown(window, more), byte_offset=offset)
+                    for window, (_, offset, more) in zip(self.windows, move, strict=True)
                 ],
-                storages=[storage for storage, _ in move],
+                storages=[storage for storage, _, _ in move],
                 seed=self.seed + number,
             )
             for number, move in enumerate(self.moves, 1)
@@ -206,7 +210,7 @@ class Program:
     def buffers(self) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         buffers = [
-            torch.randint(0, 256, (BYTES,), dtype=torch.uint8, generator=generator)
+            torch.randint(0, 256, (self.nbytes,), dtype=torch.uint8, generator=generator)
             for _ in range(2)
         ]
         if not self.in_place:
@@ -260,6 +264,17 @@ def windows(draw: Any) -> Window:
     return replace(window, byte_offset=draw(offsets(window)))
 
 
+def grown(window: Window, more: int) -> Window:
+    """Return a window whose outermost dimension is longer, if there is room for it."""
+    if not window.numel or not any(window.stride):
+        return window
+    outermost = max(range(len(window.size)), key=lambda dim: window.stride[dim])
+    size = list(window.size)
+    size[outermost] += more
+    longer = Window(window.dtype, tuple(size), window.stride)
+    return longer if longer.span[1] <= BYTES else window
+
+
 def offsets(window: Window) -> st.SearchStrategy[int]:
     """Draw where a window starts, in bytes."""
     itemsize = window.dtype.itemsize
@@ -274,6 +289,7 @@ def programs(draw: Any, configurations: tuple[str, ...]) -> Program:
     storages = [draw(st.sampled_from([0, 0, 0, 1])) for _ in shown]
     program = Program(shown, storages, [], [], draw(st.integers(0, 99)), "")
     program.configuration = draw(st.sampled_from(configurations))
+    program.nbytes += draw(st.sampled_from([0, 0, 1, 2, 4, 8]))
     hypothesis.assume(program.takes_bools or all(window.dtype != torch.bool for window in shown))
     buffers = program.buffers()
     scope = dict(NAMES)
@@ -314,7 +330,15 @@ def programs(draw: Any, configurations: tuple[str, ...]) -> Program:
         if new in scope:
             names.append(new)
     for _ in range(draw(st.sampled_from([0, 0, 1, 2, 3]))):
-        move = [(draw(st.sampled_from([0, 0, 0, 1])), draw(offsets(window))) for window in shown]
+        more = draw(st.sampled_from([0, 0, 1, 2]))
+        move = [
+            (
+                draw(st.sampled_from([0, 0, 0, 1])),
+                draw(offsets(grown(window, more))),
+                more if grown(window, more) != window else 0,
+            )
+            for window in shown
+        ]
         # A call with a new alias pattern runs eagerly, and the next one compiled.
         program.moves += [move, move]
     program.returned = draw(st.lists(st.sampled_from(names), max_size=4, unique=True))

@@ -1,5 +1,7 @@
 """Sizes that change from call to call: of parts of a window, of windows, and of their storage."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -154,3 +156,98 @@ def test_a_window_taken_inside_with_a_size_that_changes():
             assert torch.equal(storage.buffer, after)
     assert not any(report.reason for report in reports)
     assert len(reports) == 2
+
+
+def copies(a, b, x):
+    """Copies of every kind, into windows and parts of them."""
+    kept = b.clone()
+    b.copy_(a[:1].sum().to(torch.int64) + kept)
+    a[1:3] = x[1:3]
+    a[-1].fill_(kept[0])
+    b[::2] = x[:1]
+    torch._foreach_copy_([a[:2]], [x[:2]])
+    a.index_copy_(0, torch.tensor([1]), x[3:4].to(a.dtype))
+    return kept
+
+
+LENGTHS = {
+    "one": [(5, 1)],
+    "changing": [(5, 1), (6, 1), (7, 1), (9, 2), (17, 3), (8, 2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("inner", "bufferize"), [("aot_eager", True), ("aot_eager", False), ("inductor", True)]
+)
+@pytest.mark.parametrize("carrier", ["plain", "wrapped"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_storages_that_end_inside_an_element(lengths, carrier, bufferize, inner):
+    """Storages, and what is shown of them, may be no whole number of elements long."""
+    compiles = []
+    backend = aliasstorage.backend(inner=inner, bufferize=bufferize)
+
+    def counting(module, inputs):
+        compiles.append(1)
+        return backend(module, inputs)
+
+    compiled = torch.compile(copies, backend=counting)
+    with buffer_reports() as reports:
+        for more, (n, m) in itertools.product((0, 3), LENGTHS[lengths]):
+            nbytes = max(2 * n, 8 * m) + more
+            want, got = random_bytes(nbytes, n), random_bytes(nbytes, n)
+            x = torch.arange(n, dtype=torch.int16)
+            windows = [Window(torch.int16, (n,)), Window(torch.int64, (m,))]
+            args = [window.regenerate(got) for window in windows]
+            args = aliasstorage.wrap(args) if carrier == "wrapped" else args
+            expected = copies(*(window.regenerate(want) for window in windows), x)
+            assert torch.equal(compiled(*args, x), expected)
+            assert torch.equal(want, got), (nbytes, n, m)
+    assert all(report.reason is None for report in reports)
+    if carrier == "plain":
+        assert len(compiles) <= 5, "more than one for each kind of length"
+
+
+def empty_parts(a, b):
+    a[1:].zero_()
+    b[:0] += 1
+    b[a.shape[0] :].fill_(3)
+    return a[2:], b.flatten()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("carrier", ["plain", "wrapped"])
+def test_parts_that_are_empty_and_strides_that_change(carrier, inner):
+    compiled = torch.compile(empty_parts, backend=aliasstorage.backend(inner=inner))
+    for rows, step in [(1, 6), (1, 7), (1, 9), (2, 7), (3, 8), (1, 5)]:
+        want, got = random_bytes(256, step), random_bytes(256, step)
+        windows = [
+            Window(torch.int16, (rows, 2, 2), (step, 2, 1)),
+            Window(torch.int64, (rows, 4), (step, 1), byte_offset=8),
+        ]
+        args = [window.regenerate(got) for window in windows]
+        args = aliasstorage.wrap(args) if carrier == "wrapped" else args
+        expected = empty_parts(*(window.regenerate(want) for window in windows))
+        for left, right in zip(expected, compiled(*args), strict=True):
+            assert torch.equal(left, aliasstorage.unwrap(right)), (rows, step)
+        assert torch.equal(want, got), (rows, step)
+
+
+def one_byte_elements(*views):
+    a = views[0]
+    a[1:].add_(1)
+    views[-1].mul_(2)
+    return torch.zeros(a.shape[0]), a.new_ones(a.shape), a + 1, (a == a).zero_()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtypes", [(torch.int8,), (torch.uint8,), (torch.uint8, torch.int8)])
+def test_sizes_are_not_told_by_the_length_of_a_storage(dtypes, inner):
+    """What is shown of a longer storage may be as long as a size: of one-byte elements in a row."""
+    compiled = torch.compile(one_byte_elements, backend=aliasstorage.backend(inner=inner))
+    for n in (2, 4, 5, 6, 3):
+        want, got = random_bytes(64, n), random_bytes(64, n)
+        expected = one_byte_elements(*(want[:n].view(dtype) for dtype in dtypes))
+        results = compiled(*(got[:n].view(dtype) for dtype in dtypes))
+        for left, right in zip(expected, results, strict=True):
+            assert torch.equal(left, right), n
+        assert torch.equal(want, got), n

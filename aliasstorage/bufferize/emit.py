@@ -15,7 +15,7 @@ from aliasstorage.bufferize.plan import Copy, slice_of
 from aliasstorage.bufferize.recognize import WriteNode
 from aliasstorage.bufferize.report import BufferReport, WriteReport
 from aliasstorage.bufferize.symbolic import AnyWindow, SymbolicWindow
-from aliasstorage.window import Window
+from aliasstorage.window import Window, reach
 
 aten = torch.ops.aten
 
@@ -244,15 +244,10 @@ def fake_root(buffer: torch.Tensor, window: AnyWindow) -> torch.Tensor:
             # Of an unknown offset, no alignment may be assumed.
             known = isinstance(byte_offset, int)
             start = byte_offset % 16 // itemsize if known else int(itemsize < 16)
-        length = start + 1
-        for extent, step in zip(size, stride, strict=True):
-            length = length + (extent - 1) * step
-    else:
-        if buffer.device.type != "cpu":
-            start = window.byte_offset % 16 // itemsize
-        length = start + (window.span[1] - window.span[0]) // itemsize
+    elif buffer.device.type != "cpu":
+        start = window.byte_offset % 16 // itemsize
     with buffer.fake_mode:
-        flat = torch.empty(length, dtype=window.dtype, device=buffer.device)
+        flat = torch.empty(start + reach(size, stride), dtype=window.dtype, device=buffer.device)
         return flat.as_strided(size, stride, start)
 
 

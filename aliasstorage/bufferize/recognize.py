@@ -119,7 +119,7 @@ def recognize(buffer: torch.fx.Node) -> BufferAccesses:
         accesses.final_copy is None or versions.get(accesses.final_copy.args[1]) is None
     ):
         raise UnrecognizedError("the last version of the buffer is not written back")
-    known = symbol_sources(buffer.graph.find_nodes(op="placeholder"))
+    known = symbol_sources(buffer.graph.find_nodes(op="placeholder"), [buffer])
     for access in (*accesses.reads, *accesses.writes):
         if isinstance(access.window, SymbolicWindow) and not known.keys() >= {
             *access.window.symbols

@@ -137,8 +137,8 @@ def compile_bufferized(
         BackendUnsupportedError: Windows share bytes, or are not recognized, and may not be copied.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
-    symbols = symbol_sources(placeholders)
     buffers = byte_buffers(module.graph) if enabled else []
+    symbols = symbol_sources(placeholders, buffers)
     typed, reports = bufferize(module, preferred_roots) if enabled else ([], [])
     keep_copies(module.graph)
     done = {item.buffer for item in typed}

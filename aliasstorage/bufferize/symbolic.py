@@ -10,7 +10,7 @@ a fence or a copy, never a wrong order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,7 @@ def window_at(
         count = len(size)
         return Window(dtype, tuple(extents[:count]), tuple(extents[count:-1]), extents[-1])
     itemsize = dtype.itemsize
-    end = byte_offset + itemsize
+    end = byte_offset + itemsize  # of an empty window anything would do: it reaches no byte
     for extent, step in zip(size, stride, strict=True):
         end = end + (extent - 1) * step * itemsize
     low, high = symbol_bounds(byte_offset, 0, END)[0], symbol_bounds(end, 0, END)[1]
@@ -124,13 +124,17 @@ def squeeze_last(window: AnyWindow) -> AnyWindow:
     return window_at(window.dtype, size[:-1], stride[:-1], byte_offset)
 
 
-def symbol_sources(placeholders: Sequence[torch.fx.Node]) -> dict[str, str]:
+def symbol_sources(
+    placeholders: Sequence[torch.fx.Node], buffers: Collection[torch.fx.Node]
+) -> dict[str, str]:
     """Return, for each symbol that a graph's inputs tell, Python code that computes it.
 
-    Input number ``i`` is called ``ti``.
+    Input number ``i`` is called ``ti``. The length of one of ``buffers`` is the last to be asked: a
+    buffer may be longer than the graph was told, and then some other input tells the symbol.
     """
     sources: dict[str, str] = {}
-    for index, node in enumerate(placeholders):
+    told = [(node in buffers, index, node) for index, node in enumerate(placeholders)]
+    for _, index, node in sorted(told, key=lambda entry: entry[:2]):
         value = node.meta.get("val")
         found: list[tuple[Any, str]] = []
         if isinstance(value, torch.SymInt):
