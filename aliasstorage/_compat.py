@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import FunctionType
-from typing import Any, TypeVar
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -239,18 +239,58 @@ def fake_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if mode is None else mode.fake_tensor_converter._get_memo(tensor)
 
 
+class DynamoTrace(NamedTuple):
+    """A function that Dynamo is tracing."""
+
+    code: CodeType
+    compiler: Any  # the backend that gets the graph
+    fake_mode: Any
+    inputs: list[Any]  # the inputs that were faked, each with its source
+
+
+def dynamo_trace() -> DynamoTrace | None:
+    """Return what Dynamo is tracing on this thread, a call of its backend included."""
+    module = sys.modules.get("torch._dynamo.symbolic_convert")
+    translator = None if module is None else getattr(module.tls, "current_tx", None)
+    if translator is None:
+        return None
+    output = translator.output
+    code, fake_mode = output.root_tx.f_code, output.fake_mode
+    return DynamoTrace(code, output.compiler_fn, fake_mode, output.tracked_fakes)
+
+
+def symbol_of(value: int, shape_env: Any) -> Any:
+    """Return the symbolic integer that new extents of this value get, or the value itself.
+
+    There is one unless the value is 0 or 1, or torch is configured to share no symbols. Before a
+    wrapper is made, Dynamo has made the symbol of its storage offset, if a size is symbolic.
+    """
+    symbol = shape_env.val_to_var.get(value)
+    return value if symbol is None else shape_env.create_symintnode(symbol, hint=value)
+
+
+def inputs_by_source() -> Mapping[Any, torch.Tensor]:
+    """Return the fake tensors that stand for inputs of the function that Dynamo is tracing.
+
+    Inputs that the graph does not use are among them: they are guarded as well.
+    """
+    trace = dynamo_trace()
+    inputs = [] if trace is None else trace.inputs
+    return {tracked.source: tracked.fake for tracked in inputs}
+
+
 def current_guards() -> Any:
     """Return the set of guards of the frame being compiled, or None outside a compilation."""
     context = TracingContext.try_get()
     return None if context is None else context.guards_context.dynamo_guards
 
 
-def replace_subclass_guards(replacements: dict[Any, Guard]) -> None:
+def replace_subclass_guards(replacements: Mapping[Any, Guard | None]) -> None:
     """Replace what Dynamo guards of tensor subclasses as such, in the frame being compiled.
 
     Args:
         replacements: For each source of a subclass, the guard to put in the place of those on
-            its metadata and on the names of its inner tensors.
+            its metadata and on the names of its inner tensors; None for no guard.
     """
     guards = current_guards()
     if guards is None:
@@ -263,8 +303,7 @@ def replace_subclass_guards(replacements: dict[Any, Guard]) -> None:
             continue
         if guard.create_fn_name() != "TENSOR_SUBCLASS_METADATA_MATCH" or source not in replacements:
             kept.append(guard)
-        else:
-            replacement = replacements[source]
+        elif (replacement := replacements[source]) is not None:
             replacement.stack, replacement.user_stack = guard.stack, guard.user_stack
             kept.append(replacement)
     guards.clear()

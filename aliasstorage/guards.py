@@ -32,6 +32,7 @@ from aliasstorage._compat import (
     Guard,
     current_guards,
     data_pointers_equal,
+    inputs_by_source,
     replace_subclass_guards,
     source_name,
     source_scope,
@@ -188,22 +189,24 @@ class AliasGuard:
         return "\n".join(lines)
 
 
-def lighten_window_guards(windows: Mapping[Any, int]) -> None:
-    """Guard windows by one short Python call each, instead of several.
+def lighten_window_guards() -> None:
+    """Guard windows by one short Python call each, instead of several, in the frame being compiled.
 
     Note [What is guarded of a window]
     Dynamo guards of a tensor subclass, in Python, that ``__tensor_flatten__`` gives the names and
     the context that it gave, here ``["_buffer"]`` and (dtype, byte offset). The names are the
     same for every `AliasTensor`, whose type is guarded; its dtype is guarded as that of any
-    tensor; so that only the offset is left to ask for.
-
-    Args:
-        windows: For the Dynamo source of each window that is an input, its storage offset, in
-            elements.
+    tensor; so that only the offset is left to ask for, unless it is symbolic.
     """
-    replace_subclass_guards(
-        {source: Guard(source, partial(_guard_offset, n)) for source, n in windows.items()}
-    )
+    replacements: dict[Any, Guard | None] = {}
+    for source, fake in inputs_by_source().items():
+        if isinstance(fake, AliasTensor):
+            offset = fake.storage_offset()
+            is_number = isinstance(offset, int)
+            replacements[source] = (
+                Guard(source, partial(_guard_offset, offset)) if is_number else None
+            )
+    replace_subclass_guards(replacements)
 
 
 def _guard_offset(offset: int, builder: Any, guard: Guard) -> None:

@@ -22,6 +22,7 @@ from aliasstorage.grouping import MergedStorage, find_storages, static_window
 from aliasstorage.guards import AliasGuard, lighten_window_guards
 from aliasstorage.higher_order import register_rules
 from aliasstorage.merge import make_window, merge
+from aliasstorage.offsets import compiles_for_us
 from aliasstorage.slices import regenerate_by_slices
 from aliasstorage.tracing import for_own_backend
 from aliasstorage.version import __version__
@@ -66,14 +67,8 @@ def compile_graph(
     check_dtypes(inner, (member.dtype for storage in storages for member in storage.members))
     compiler = _inner_compiler(inner, form, options, mode, roots)
     guard = _alias_guard(module, example_inputs, storages)
-    lighten_window_guards(
-        {
-            member.node._dynamo_source: member.byte_offset // member.dtype.itemsize
-            for storage in storages
-            for member in storage.members
-            if member.wrapped and isinstance(member.byte_offset, int)
-        }
-    )
+    compiles_for_us()
+    lighten_window_guards()
     # The caches on disk ignore aliasing, and hold entries of stock compilations: with the pattern
     # in the key, an entry made for other aliases is never found; nor is one that another release
     # of this library made, or the same one with other options.

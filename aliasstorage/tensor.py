@@ -30,6 +30,7 @@ from aliasstorage.errors import (
     RequiresGradError,
     UnsupportedTensorError,
 )
+from aliasstorage.offsets import offset_in_trace
 from aliasstorage.registry import byte_buffer
 from aliasstorage.version import __version__
 from aliasstorage.window import Window, regenerate
@@ -199,6 +200,7 @@ class AliasTensor(torch.Tensor):
         _prepare_trace()
         dtype, offset = context
         buffer = tracing.canonical_buffer(inner["_buffer"])
+        offset = offset_in_trace(buffer, dtype, outer_size, offset)
         return AliasTensor._of_buffer(buffer, dtype, outer_size, outer_stride, offset)
 
     def _stable_hash_for_caching(self) -> str:

@@ -40,6 +40,7 @@ def test_no_import_goes_backwards():
         "registry",
         "schemas",
         "tracing",
+        "offsets",
         "tensor",
         "moves",
         "identities",

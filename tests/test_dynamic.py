@@ -49,12 +49,9 @@ def side_by_side(buffer, rows):
 SIZES = [(3, 8), (4, 8), (5, 8), (2, 8), (6, 12), (5, 16), (4, 10), (3, 8)]
 
 
-# The offset of a wrapped window is static: see test_offsets_of_wrapped_windows.
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    ("layout", "carrier"),
-    [(overlapping, "plain"), (overlapping, "wrapped"), (side_by_side, "plain")],
-)
+@pytest.mark.parametrize("carrier", ["plain", "wrapped"])
+@pytest.mark.parametrize("layout", [overlapping, side_by_side])
 @pytest.mark.parametrize("bufferize", [True, False])
 @pytest.mark.parametrize("step", [slices, rows_by_number])
 def test_sizes_that_change(layout, step, bufferize, carrier, inner):

@@ -1,0 +1,105 @@
+"""Offsets of windows that change from call to call, while Dynamo traces.
+
+Note [Offsets that change]
+Dynamo makes a size symbolic when it is another one than at the last trace of the frame, and with
+it the storage offset of a plain view. The offset of a tensor subclass it takes as it is, from the
+static context: a window that moves when its cache grows would be compiled for each offset. So
+that is done here, where Dynamo asks for the fake window, for graphs that this library's backend
+merges: there the offset of a window is an input like any other extent. Stock AOTAutograd has no
+place for it, and keeps the number.
+
+As with plain views, the offset of a window of fixed size stays a number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+
+from aliasstorage._compat import (
+    DynamoTrace,
+    FakeTensor,
+    current_functional_mode,
+    dynamo_trace,
+    is_proxy_tracing,
+    run_eagerly,
+    symbol_of,
+)
+
+
+@dataclass
+class _Frame:
+    """What is known of a function's windows, for one backend that it is compiled with."""
+
+    compiler: Callable[[], Any]  # a weak reference
+    is_ours: bool = False
+    last: list[int] = field(default_factory=list)  # offsets in bytes, in the order of their faking
+    changed: set[int] = field(default_factory=set)  # positions in that order
+
+
+_frames: weakref.WeakKeyDictionary[CodeType, list[_Frame]] = weakref.WeakKeyDictionary()
+
+# Fake mode, of which each trace has its own -> how many windows were faked in it.
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _frame_of(trace: DynamoTrace) -> _Frame:
+    frames = _frames.setdefault(trace.code, [])
+    frames[:] = [frame for frame in frames if frame.compiler() is not None]
+    for frame in frames:
+        if frame.compiler() is trace.compiler:
+            return frame
+    try:
+        compiler = weakref.ref(trace.compiler)
+    except TypeError:  # there is no weak reference to it: nothing is remembered
+        return _Frame(lambda: trace.compiler)
+    frames.append(_Frame(compiler))
+    return frames[-1]
+
+
+def compiles_for_us() -> None:
+    """Tell that the trace in progress ends in this library's backend."""
+    trace = dynamo_trace()
+    if trace is not None:
+        _frame_of(trace).is_ours = True
+
+
+def offset_in_trace(
+    buffer: torch.Tensor, dtype: torch.dtype, size: Sequence[int], byte_offset: int
+) -> int:
+    """Return the byte offset of a fake window, as a symbol where it changes from call to call.
+
+    See Note [Offsets that change].
+    """
+    trace = dynamo_trace()
+    if (
+        trace is None
+        or type(buffer) is not FakeTensor
+        or buffer.fake_mode is not trace.fake_mode
+        or current_functional_mode() is not None
+        or is_proxy_tracing()
+    ):
+        return byte_offset
+    # The order of faking stands for the input. Where it is another one than in the last trace,
+    # a number may be made a symbol or a symbol a number: both are right.
+    position = _counts.get(trace.fake_mode, 0)
+    _counts[trace.fake_mode] = position + 1
+    frame = _frame_of(trace)
+    if position == len(frame.last):
+        frame.last.append(byte_offset)
+    elif frame.last[position] != byte_offset:
+        frame.last[position] = byte_offset
+        frame.changed.add(position)
+    is_fixed = all(isinstance(extent, int) for extent in size)
+    if is_fixed or not frame.is_ours or position not in frame.changed:
+        return byte_offset
+    elements = symbol_of(byte_offset // dtype.itemsize, trace.fake_mode.shape_env)
+    return elements * dtype.itemsize
+
+
+run_eagerly(globals())
