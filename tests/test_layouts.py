@@ -203,6 +203,38 @@ def test_every_window_under_the_backend(name, carrier):
         assert all(window.nbytes <= report.nbytes // 2 for window, _ in report.copies)
 
 
+@pytest.mark.parametrize("carrier", ["plain", "wrapped"])
+@pytest.mark.parametrize("name", [name for name in SMALL if not name.startswith("small-")])
+def test_another_number_of_blocks(name, carrier):
+    """A cache of another length is compiled for once, wherever that moves its windows."""
+    rows = torch.tensor([1, 2])
+    for position in range(len(layouts_of(name))):
+        torch._dynamo.reset()
+        compiles = []
+        backend = aliasstorage.backend("aot_eager")
+
+        def counting(module, inputs, compiles=compiles, backend=backend):
+            compiles.append(1)
+            return backend(module, inputs)
+
+        compiled = torch.compile(step, backend=counting)
+        with buffer_reports() as reports:
+            for blocks in (6, 8, 5, 11):
+                layout = layouts_of(name, blocks)[position]
+                raw = torch.randint(0, 0x3F, (layout.nbytes,), dtype=torch.uint8)
+                want = raw.clone()
+                sides = []
+                for buffer, run in ((want, step), (raw, compiled)):
+                    windows = layout.on(aliasstorage.ByteStorage.adopt(buffer))
+                    if run is step or carrier == "plain":
+                        windows = aliasstorage.unwrap(windows)
+                    sides.append(run(windows, rows, 3))
+                assert torch.equal(want, raw), blocks
+                torch.testing.assert_close(*sides)
+        assert len(compiles) <= 2
+        assert not any(report.reason for report in reports)
+
+
 def test_memory_map_shows_pages_fields_overlays_and_padding():
     geometry = GEOMETRIES["tiny"]
     (layout,) = vllm.shared_by(geometry, blocks=4)
