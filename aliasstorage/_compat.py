@@ -190,6 +190,11 @@ def is_describing() -> bool:
     return sys._getframe(2).f_code.co_name == "describe_tensor"
 
 
+def is_faking_input() -> bool:
+    """Return whether the caller's caller is asked for a fake wrapper that stands for an input."""
+    return sys._getframe(3).f_code.co_name == "_empty_create_subclass"
+
+
 def functional_value(tensor: FunctionalTensor) -> torch.Tensor:
     """Return the tensor a functional wrapper currently stands for."""
     return torch._from_functional_tensor(tensor.elem)

@@ -201,10 +201,9 @@ def lighten_window_guards() -> None:
     replacements: dict[Any, Guard | None] = {}
     for source, fake in inputs_by_source().items():
         if isinstance(fake, AliasTensor):
-            offset = fake.storage_offset()
-            is_number = isinstance(offset, int)
+            offset: int | torch.SymInt = fake.storage_offset()
             replacements[source] = (
-                Guard(source, partial(_guard_offset, offset)) if is_number else None
+                Guard(source, partial(_guard_offset, offset)) if isinstance(offset, int) else None
             )
     replace_subclass_guards(replacements)
 

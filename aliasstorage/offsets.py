@@ -23,13 +23,12 @@ import torch
 
 from aliasstorage._compat import (
     DynamoTrace,
-    FakeTensor,
-    current_functional_mode,
     dynamo_trace,
-    is_proxy_tracing,
+    is_faking_input,
     run_eagerly,
     symbol_of,
 )
+from aliasstorage.errors import BackendUnsupportedError
 
 
 @dataclass
@@ -37,7 +36,7 @@ class _Frame:
     """What is known of a function's windows, for one backend that it is compiled with."""
 
     compiler: Callable[[], Any]  # a weak reference
-    is_ours: bool = False
+    is_ours: bool | None = None  # None before it ended in any backend, False after a stock one
     last: list[int] = field(default_factory=list)  # offsets in bytes, in the order of their faking
     changed: set[int] = field(default_factory=set)  # positions in that order
 
@@ -65,25 +64,30 @@ def _frame_of(trace: DynamoTrace) -> _Frame:
 def compiles_for_us() -> None:
     """Tell that the trace in progress ends in this library's backend."""
     trace = dynamo_trace()
-    if trace is not None:
-        _frame_of(trace).is_ours = True
+    if trace is not None and (frame := _frame_of(trace)).is_ours is None:
+        frame.is_ours = True
 
 
-def offset_in_trace(
-    buffer: torch.Tensor, dtype: torch.dtype, size: Sequence[int], byte_offset: int
-) -> int:
-    """Return the byte offset of a fake window, as a symbol where it changes from call to call.
+def offset_in_trace(dtype: torch.dtype, size: Sequence[int], byte_offset: int) -> int:
+    """Return the byte offset of a traced window, as a symbol where it changes from call to call.
 
-    See Note [Offsets that change].
+    Called by `AliasTensor.__tensor_unflatten__`. See Note [Offsets that change].
+
+    Raises:
+        BackendUnsupportedError: The symbol reached a backend that has no place for it.
     """
     trace = dynamo_trace()
-    if (
-        trace is None
-        or type(buffer) is not FakeTensor
-        or buffer.fake_mode is not trace.fake_mode
-        or current_functional_mode() is not None
-        or is_proxy_tracing()
-    ):
+    if not isinstance(byte_offset, int):
+        if trace is not None:
+            _frame_of(trace).is_ours = False
+        raise BackendUnsupportedError(
+            "A window whose offset changes from call to call reached stock AOTAutograd.",
+            which=f"a window of {dtype} with {len(size)} dimensions",
+            expected="a graph for this library's backend, as an earlier one of the function was",
+            got="an offset that is an input of the graph",
+            do="Call it again, to compile it for each offset; or always choose the same backend.",
+        )
+    if trace is None or not is_faking_input():
         return byte_offset
     # The order of faking stands for the input. Where it is another one than in the last trace,
     # a number may be made a symbol or a symbol a number: both are right.

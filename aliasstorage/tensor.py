@@ -200,7 +200,7 @@ class AliasTensor(torch.Tensor):
         _prepare_trace()
         dtype, offset = context
         buffer = tracing.canonical_buffer(inner["_buffer"])
-        offset = offset_in_trace(buffer, dtype, outer_size, offset)
+        offset = offset_in_trace(dtype, outer_size, offset)
         return AliasTensor._of_buffer(buffer, dtype, outer_size, outer_stride, offset)
 
     def _stable_hash_for_caching(self) -> str:

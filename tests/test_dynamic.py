@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 
 import aliasstorage
 from aliasstorage import Window
@@ -81,8 +82,8 @@ def test_sizes_that_change(layout, step, bufferize, carrier, inner):
     assert reports or not bufferize
 
 
-def test_offsets_of_wrapped_windows():
-    """A wrapped window whose offset changes is compiled for each offset, once."""
+def test_offsets_of_windows_of_fixed_size():
+    """A graph for each offset."""
     compiles = []
     backend = aliasstorage.backend(inner="aot_eager")
 
@@ -91,13 +92,76 @@ def test_offsets_of_wrapped_windows():
         return backend(module, inputs)
 
     compiled = torch.compile(slices, backend=counting)
-    for rows in (8, 12, 8, 12, 8):
-        want, got = random_bytes(rows * 64, 1), random_bytes(rows * 64, 1)
-        x = torch.ones(rows, 8).half()
-        slices(*side_by_side(want, rows), 3, x)
-        compiled(*aliasstorage.wrap(side_by_side(got, rows)), 3, x)
-        assert torch.equal(want, got), rows
+    for offset in (64, 96, 64, 96, 64):
+        want, got = random_bytes(256, 1), random_bytes(256, 1)
+        x = torch.ones(4, 8).half()
+        windows = Window(torch.float16, (4, 8)), Window(torch.float32, (4, 4), byte_offset=offset)
+        slices(*(window.regenerate(want) for window in windows), 3, x)
+        compiled(*(aliasstorage.AliasTensor(got, window) for window in windows), 3, x)
+        assert torch.equal(want, got), offset
     assert len(compiles) == 2
+
+
+def unused_and_nested(caches, x):
+    """One window of a layer is written, another one is only passed."""
+    for layer in caches:
+        layer["keys"][1:] += x
+    return caches[0]["keys"].sum(), caches[1]["keys"][:2]
+
+
+@pytest.mark.parametrize("stock_first", [False, True])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_windows_that_move_and_are_not_used(inner, stock_first):
+    """They are compiled for once, also where the function was compiled by a stock backend."""
+    compiles = []
+    backend = aliasstorage.backend(inner=inner)
+
+    def counting(module, inputs):
+        compiles.append(1)
+        return backend(module, inputs)
+
+    sizes = (4, 6, 9, 5, 12)
+    others = [torch.compile(unused_and_nested, backend=inner)] if stock_first else []
+    for compiled in [*others, torch.compile(unused_and_nested, backend=counting)]:
+        for rows in sizes:
+            want, got = (aliasstorage.ByteStorage.zeros(rows * 64) for _ in range(2))
+            want.buffer.copy_(random_bytes(rows * 64, rows))
+            got.buffer.copy_(want.buffer)
+            caches = [
+                [
+                    {
+                        "unused": storage.window(torch.int8, (rows, 4), byte_offset=32 * rows * i),
+                        "keys": storage.window(
+                            torch.float32, (rows, 4), byte_offset=32 * rows * i + 16 * rows
+                        ),
+                    }
+                    for i in range(2)
+                ]
+                for storage in (want, got)
+            ]
+            expected, results = unused_and_nested(caches[0], 1), compiled(caches[1], 1)
+            torch.testing.assert_close(expected[0], results[0])
+            results[1].fill_(2)
+            expected[1].fill_(2)
+            assert torch.equal(want.buffer, got.buffer), rows
+    assert len(compiles) == 2
+
+
+def test_a_backend_that_chooses_another_one():
+    """A window that moves reaches stock AOTAutograd: refused once, then a graph for each offset."""
+    backends = [aliasstorage.backend(inner="aot_eager"), *[lookup_backend("aot_eager")] * 4]
+    compiled = torch.compile(slices, backend=lambda *graph: backends.pop(0)(*graph))
+    for rows in (4, 6, 8, 9):
+        want, got = random_bytes(rows * 64, rows), random_bytes(rows * 64, rows)
+        windows = aliasstorage.wrap(side_by_side(got, rows))
+        x = torch.ones(rows, 8).half()
+        if rows == 6:
+            with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="reached stock"):
+                compiled(*windows, 3, x)
+        else:
+            slices(*side_by_side(want, rows), 3, x)
+            compiled(*windows, 3, x)
+        assert torch.equal(want, got), rows
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 
 import aliasstorage
 from aliasstorage import ByteStorage, Window, errors, layouts, wrap
@@ -74,6 +75,16 @@ class Holder(torch.nn.Module):
 class Passes(torch.nn.Module):
     def forward(self, x):
         return x + 1
+
+
+def window_that_moves():
+    """Compile for sizes and offsets that change, and hand the second graph to another backend."""
+    backends = [aliasstorage.backend(inner="aot_eager"), lookup_backend("aot_eager")]
+    step = torch.compile(write_both, backend=lambda *graph: backends.pop(0)(*graph))
+    for rows in (4, 8):
+        storage = ByteStorage.zeros(rows * 8)
+        first = storage.window(torch.int32, (rows,))
+        step(first, storage.window(torch.float32, (rows,), byte_offset=4 * rows))
 
 
 CONV = field("conv", torch.bfloat16, (9,))
@@ -156,6 +167,7 @@ REFUSALS = {
         fullgraph=True,
         backend=as_triton(aliasstorage.backend(inner="aot_eager")),
     )((shared := window(torch.float16))[:8], shared[4:12], torch.ones(()), 1),
+    "another backend for a window that moves": window_that_moves,
     "export of a window": lambda: exported(Passes(), window()),
     "export of a constant": lambda: exported(Holder(storage=ByteStorage.zeros(16)), torch.zeros(4)),
 }
