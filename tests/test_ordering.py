@@ -139,3 +139,48 @@ def test_inductor_keeps_the_order(function, carrier):
             for left, right in zip(want, got, strict=True):
                 if isinstance(left, torch.Tensor):
                     torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
+WRITES = {
+    "index_put": lambda w: w.index_put_((SLOTS,), w.new_full((4, 4), 3)),
+    "index_add": lambda w: w.index_add_(0, SLOTS, w.new_full((4, 4), 3)),
+    "index_copy": lambda w: w.index_copy_(0, OTHER, w.new_full((4, 4), 3)),
+    "scatter": lambda w: w.scatter_(0, OTHER[:, None], 3),
+    "masked_scatter": lambda w: w.masked_scatter_(OTHER % 2 == 0, torch.arange(32.0)),
+    "masked_fill": lambda w: w.masked_fill_(OTHER % 2 == 0, 3),
+    "add": lambda w: w.add_(3),
+    "mul": lambda w: w[1:].mul_(3),
+    "copy": lambda w: w[1:].copy_(w[:-1].clone()),
+    "fill": lambda w: w[2].fill_(3),
+}
+KEPT = {
+    "clone": lambda w: w.clone(),
+    "repeat": lambda w: w.repeat(1, 1),
+    "flip": lambda w: w.flip(0),
+    "rows": lambda w: w[SLOTS],
+    "sum": lambda w: w.sum(0),
+}
+
+
+@pytest.mark.usefixtures("compiler_threads")
+@pytest.mark.parametrize("write", WRITES)
+def test_what_was_read_before_a_write_and_is_used_after_it(write):
+    """Inductor moves nodes next to their users, unless a mutation stands between them."""
+
+    def step(w, tail):
+        kept = [keep(w) for keep in KEPT.values()]
+        WRITES[write](w)
+        used = [value.add_(1) for value in kept]
+        tail.fill_(2)  # Inductor moves nodes before the last copy only
+        return used
+
+    sides = []
+    for run in (step, torch.compile(step, backend="aliasstorage")):
+        raw = torch.arange(160, dtype=torch.uint8) % 0x3F
+        with torch.no_grad():
+            results = run(raw[:128].view(torch.float32).view(8, 4), raw[128:].view(torch.int64))
+        sides.append((raw, results))
+    (want_raw, want), (raw, got) = sides
+    assert torch.equal(want_raw, raw)
+    for left, right in zip(want, got, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)

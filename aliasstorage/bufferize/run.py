@@ -111,6 +111,19 @@ def keep_copies(graph: torch.fx.Graph) -> None:
                     user.target, user.kwargs = ops.materialize, {}
 
 
+def forget_mutation_regions(module: torch.fx.GraphModule) -> None:
+    """Let Inductor count anew after which mutations each node stands.
+
+    It numbers the stretches of a graph between two mutations, and moves and matches nodes within
+    one. The functional graph that was rewritten had only one, and its nodes kept that number: a
+    copy of a window moved behind a write that came after it.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, torch.fx.GraphModule):
+            for node in submodule.graph.nodes:
+                node.meta.pop("mutation_region_id", None)
+
+
 def compile_bufferized(
     module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -153,6 +166,7 @@ def compile_bufferized(
     }
     for node in dropped:
         module.graph.erase_node(node)
+    forget_mutation_regions(module)
     module.graph.lint()
     module.recompile()
     if on_report is not None:
