@@ -62,7 +62,7 @@ _lowerings_registered = False
 
 
 def register_inductor_lowerings() -> None:
-    """Teach Inductor `fence` and `materialize`; called before the first compilation."""
+    """Teach Inductor what rewritten graphs call; called before the first compilation."""
     global _lowerings_registered
     if _lowerings_registered:
         return
@@ -113,3 +113,6 @@ def register_inductor_lowerings() -> None:
     register = inductor_lowering.register_lowering
     register(fence, type_promotion_kind=None)(lower_fence)
     register(materialize, type_promotion_kind=None)(lower_materialize)
+    # For bfloat16, Inductor calls the kernel of index_add, and knows nothing of its in-place form.
+    index_add = torch.ops.aten.index_add_.default
+    inductor_lowering.make_fallback(index_add, warn=False, override_decomp=True)

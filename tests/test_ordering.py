@@ -141,46 +141,65 @@ def test_inductor_keeps_the_order(function, carrier):
                     torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
 
 
+@torch.library.custom_op("tests_ordering::reverse", mutates_args=("x",))
+def reverse(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Mutate a window by a kernel that no compiler looks into."""
+    x.copy_(torch.flip(x, [0]) * weight)
+
+
+reverse.register_fake(lambda x, weight: None)
+
 WRITES = {
     "index_put": lambda w: w.index_put_((SLOTS,), w.new_full((4, 4), 3)),
+    "index_put of a mask": lambda w: w.index_put_((w > 5,), w.new_full((), 3)),
+    "accumulate": lambda w: w.index_put_((SLOTS,), w.new_full((4, 4), 3), accumulate=True),
     "index_add": lambda w: w.index_add_(0, SLOTS, w.new_full((4, 4), 3)),
     "index_copy": lambda w: w.index_copy_(0, OTHER, w.new_full((4, 4), 3)),
+    "index_reduce": lambda w: w.index_reduce_(0, SLOTS, w.new_full((4, 4), 3), "prod"),
     "scatter": lambda w: w.scatter_(0, OTHER[:, None], 3),
-    "masked_scatter": lambda w: w.masked_scatter_(OTHER % 2 == 0, torch.arange(32.0)),
+    "scatter_reduce": lambda w: w.scatter_reduce_(0, OTHER[:, None], w.new_full((4, 1), 3), "amax"),
+    "put": lambda w: w.put_(SLOTS, w.new_full((4,), 3)),
+    "masked_scatter": lambda w: w.masked_scatter_(OTHER % 2 == 0, torch.arange(32.0).to(w.dtype)),
     "masked_fill": lambda w: w.masked_fill_(OTHER % 2 == 0, 3),
-    "add": lambda w: w.add_(3),
+    "where": lambda w: w.copy_(torch.where(w > 5, 3, w)),
     "mul": lambda w: w[1:].mul_(3),
     "copy": lambda w: w[1:].copy_(w[:-1].clone()),
     "fill": lambda w: w[2].fill_(3),
+    "custom operation": lambda w: reverse(w, torch.ones(())),
+    "custom operation of itself": lambda w: reverse(w, w.clone()),
 }
 KEPT = {
     "clone": lambda w: w.clone(),
     "repeat": lambda w: w.repeat(1, 1),
-    "flip": lambda w: w.flip(0),
+    "computed": lambda w: w * 2,
     "rows": lambda w: w[SLOTS],
     "sum": lambda w: w.sum(0),
 }
 
 
 @pytest.mark.usefixtures("compiler_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("write", WRITES)
-def test_what_was_read_before_a_write_and_is_used_after_it(write):
-    """Inductor moves nodes next to their users, unless a mutation stands between them."""
+def test_what_was_read_before_a_write_and_is_used_after_it(write, dtype):
+    """Inductor computes a value where it is needed, and moves nodes next to their users."""
 
-    def step(w, tail):
-        kept = [keep(w) for keep in KEPT.values()]
+    def step(keep, w, tail):
+        kept = keep(w)
         WRITES[write](w)
-        used = [value.add_(1) for value in kept]
-        tail.fill_(2)  # Inductor moves nodes before the last copy only
+        used = kept.add_(1)
+        tail.fill_(2)  # it moves nodes before the last copy only
         return used
 
-    sides = []
-    for run in (step, torch.compile(step, backend="aliasstorage")):
-        raw = torch.arange(160, dtype=torch.uint8) % 0x3F
-        with torch.no_grad():
-            results = run(raw[:128].view(torch.float32).view(8, 4), raw[128:].view(torch.int64))
-        sides.append((raw, results))
-    (want_raw, want), (raw, got) = sides
-    assert torch.equal(want_raw, raw)
-    for left, right in zip(want, got, strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=0)
+    options = {"emulate_precision_casts": True}
+    compiled = torch.compile(step, backend="aliasstorage", options=options)
+    for name, keep in KEPT.items():
+        sides = []
+        for run in (step, compiled):
+            raw = torch.arange(160, dtype=torch.uint8) % 0x3F
+            with torch.no_grad():
+                w = raw[:128].view(dtype)[:32].view(8, 4)
+                results = run(keep, w, raw[128:].view(torch.int64))
+            sides.append((raw, results))
+        (want_raw, want), (raw, got) = sides
+        assert torch.equal(want_raw, raw), name
+        torch.testing.assert_close(want, got)

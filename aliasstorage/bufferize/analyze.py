@@ -15,7 +15,11 @@ import torch.fx
 
 from aliasstorage._compat import OpOverload
 from aliasstorage.bufferize.custom_ops import MutatingCall, mutating_call
-from aliasstorage.bufferize.elementwise import reads_elementwise, writes_where_data_tells
+from aliasstorage.bufferize.elementwise import (
+    is_opaque_write,
+    reads_elementwise,
+    writes_where_data_tells,
+)
 from aliasstorage.bufferize.plan import Plan, Read, Write, overlaps, plan
 from aliasstorage.bufferize.recognize import (
     BufferAccesses,
@@ -87,7 +91,13 @@ class Analysis:
         self.reads = [*accesses.reads, *self._find_left_in_memory()]
         self.planned_reads = self._describe_reads()
         planned_writes = [
-            Write(w.version, w.window, self.position(w), self._writes_in_order(w))
+            Write(
+                w.version,
+                w.window,
+                self.position(w),
+                self._writes_in_order(w),
+                self._is_opaque(w),
+            )
             for w in accesses.writes
         ]
         self.plan: Plan = plan(self.planned_reads, planned_writes, preferred_roots)
@@ -100,6 +110,21 @@ class Analysis:
         if write.node in self.called:
             return False  # custom operations are not fused
         return write.node not in self.in_place or not writes_where_data_tells(write.value)
+
+    def _is_opaque(self, write: WriteNode) -> bool:
+        if write.node in self.in_place:
+            return is_opaque_write(write.value)
+        return write.node in self.called or self.needs_mask(write)
+
+    def needs_mask(self, write: WriteNode) -> bool:
+        """Return whether a write must leave the elements alone that it keeps.
+
+        Note [Kept elements keep their bits]
+        A masked write is a whole-window `where` that keeps old values, which compilers compute
+        in float32 for floats of 16 bits and less, and for bools as 0 and 1: the bits of NaNs
+        and odd bools that the program did *not* write would change.
+        """
+        return write.window.dtype.itemsize < 4 and write.value in self.kept_by
 
     # --- in place or not ---
 
@@ -149,6 +174,10 @@ class Analysis:
             if write.value is base and self.is_in_place(write) and write.window == window:
                 return write.version
         return None
+
+    def window_of(self, read: torch.fx.Node) -> AnyWindow:
+        """Return the window that a read shows."""
+        return self._read_of[read].window
 
     def is_in_place(self, write: WriteNode) -> bool:
         """Return whether the write's value is never anywhere but in the window."""

@@ -9,7 +9,7 @@ typed windows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,16 @@ class MutatingCall:
         """What is called, for reports."""
         return str(self.node.args[0])
 
-    def emit(self, graph: torch.fx.Graph) -> None:
-        """Make the call on its windows. Reads have already become typed views."""
+    def emit(self, graph: torch.fx.Graph, windows: Mapping[int, torch.fx.Node]) -> None:
+        """Make the call on its windows.
+
+        Other arguments, those that only read a window among them, already are what they must be:
+        typed views, or copies of what is used after the call as well.
+        """
         node = self.node
         bases = list(node.kwargs["_all_bases"])
+        for position, window in windows.items():
+            bases[position - self.first_base] = window
         for position, base in self.others.items():
             bases[position - self.first_base] = clone_of(graph, base)
         kwargs = _arguments(node, bases)

@@ -7,6 +7,12 @@ a buffer: after that it looks for the read under a name that it no longer has (s
 ``Scheduler.fusable_weak_dep``, torch 2.13 and 2.14), and ``b.copy_(b.flip(1))`` reads what it has
 just written. Between a read at other indices than the write's and the write, the planner
 therefore places a fence. Reads and writes at indices that only data tells are never fused.
+
+Note [Opaque writes]
+Inductor computes a value where it is needed, and before a write of what the value reads. It sees
+that in time for its own writes. For those of kernels that it only calls, of custom operations and
+of ATen, it notices the write when the kernel stands already, and computes the value after it:
+``x = w * 2; op_that_writes(w); return x + 1``. Between any read and such a write, there is a fence.
 """
 
 from __future__ import annotations
@@ -48,6 +54,23 @@ _INDEXED_WRITES: dict[Any, int] = {
     aten.scatter_add.default: 2,
     aten.scatter_reduce.two: 2,
 }
+
+# Writes for which compilers generate code, or that they announce before they call a kernel.
+_GENERATED_WRITES = frozenset(
+    {
+        *(_INDEXED_WRITES.keys() - {aten.index_add.default, aten.index_reduce.default}),
+        aten.copy.default,
+        aten.fill.Scalar,
+        aten.fill.Tensor,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+    }
+)
+
+
+def is_opaque_write(value: torch.fx.Node) -> bool:
+    """Return whether a value that is made in place is written by a kernel that is only called."""
+    return value.target not in _GENERATED_WRITES
 
 
 def reads_elementwise(read: torch.fx.Node, ends: Collection[torch.fx.Node]) -> bool:

@@ -60,7 +60,13 @@ class BufferEmitter:
         self._emit_left_in_memory()
         for call in self.analysis.calls.values():
             with self.graph.inserting_before(call.node):
-                call.emit(self.graph)
+                call.emit(
+                    self.graph,
+                    {
+                        key: self._typed(self.analysis.window_of(read))
+                        for key, read in call.windows.items()
+                    },
+                )
         final = self.accesses.final_copy
         if final is not None:
             final.replace_all_uses_with(self.buffer)
@@ -141,7 +147,7 @@ class BufferEmitter:
             if operation is not None:
                 self._write(operation, target, value, *value.args[1:], **value.kwargs)
                 return WriteReport(write.window, "in place", str(operation))
-            if self._needs_masked_write(write):
+            if self.analysis.needs_mask(write):
                 self._emit_masked_write(write, target)
                 return WriteReport(write.window, "in place", "masked write")
             self._write(aten.copy_.default, target, value, value)
@@ -159,13 +165,6 @@ class BufferEmitter:
         # Errors and profiles point at the user's line that wrote.
         node.meta = {k: v for k, v in origin.meta.items() if k in _PROVENANCE}
         node.meta["val"] = target.meta["val"]
-
-    def _needs_masked_write(self, write: WriteNode) -> bool:
-        # Note [Kept elements keep their bits]
-        # A masked write is a whole-window `where` that keeps old values, which compilers compute
-        # in float32 for floats of 16 bits and less, and for bools as 0 and 1: the bits of NaNs
-        # and odd bools that the program did *not* write would change.
-        return write.window.dtype.itemsize < 4 and write.value in self.analysis.kept_by
 
     def _emit_masked_write(self, write: WriteNode, target: torch.fx.Node) -> None:
         mask, new, old = write.value.args

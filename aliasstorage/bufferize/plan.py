@@ -54,12 +54,14 @@ class Write:
         window: What is written.
         position: Where.
         in_order: Whether the elements are written in order, not at indices that data tells.
+        opaque: Whether a kernel writes that no compiler generates. See Note [Opaque writes].
     """
 
     version: int
     window: AnyWindow
     position: int
     in_order: bool = False
+    opaque: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,12 +274,13 @@ class _Access:
     root: int
     window: AnyWindow
     exact: bool
+    opaque: bool = False
 
     def conflicts(self, later: _Access) -> bool:
         """Return whether a fence must keep a later access from this one."""
         if not (self.is_write or later.is_write) or not overlaps(self.window, later.window):
             return False
-        if self.root != later.root:
+        if self.root != later.root or (later.opaque and not self.is_write):
             return True
         # Accesses of one root are ordered by the compiler, which then may fuse them.
         if not later.is_write or later.exact:
@@ -289,7 +292,7 @@ def _fences(reads: Sequence[Read], writes: Sequence[Write], result: Plan) -> lis
     """Place fences between conflicting accesses."""
     copied = {copy.read: copy for copy in result.copies}
     accesses = [
-        _Access(w.position, True, result.root_of[w.window], w.window, not w.in_order)
+        _Access(w.position, True, result.root_of[w.window], w.window, not w.in_order, w.opaque)
         for w in writes
         if w.window.numel
     ]

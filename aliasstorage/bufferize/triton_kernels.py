@@ -7,7 +7,7 @@ it was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,11 @@ class TritonCall:
         """What is called, for reports."""
         return f"Triton kernel {triton_kernel_name(self.node.kwargs['kernel_idx'])}"
 
-    def emit(self, graph: torch.fx.Graph) -> None:
-        """Call the kernel on its windows. Reads have already become typed views."""
+    def emit(self, graph: torch.fx.Graph, windows: Mapping[str, torch.fx.Node]) -> None:
+        """Call the kernel on its windows. Other arguments already are what they must be."""
         node = self.node
         arguments = dict(node.kwargs["kwargs"])
+        arguments.update(windows)
         for key, value in self.others.items():
             arguments[key] = clone_of(graph, value)
         kwargs = {key: value for key, value in node.kwargs.items() if key != "tensors_to_clone"}
