@@ -99,6 +99,8 @@ def register_inductor_lowerings() -> None:
             return set()
 
     def lower_fence(windows: list[Any]) -> None:
+        if not windows:
+            return  # for passes on graphs; lowered one after the other, nodes keep their order
         for window in windows:
             window.realize()
             # What reads a window is computed before the fence. Left to the mutation that the

@@ -24,6 +24,17 @@ WINDOWS = (
 )
 
 
+@torch.library.custom_op("tests_ordering::exchange", mutates_args=("x",))
+def exchange(x: torch.Tensor) -> torch.Tensor:
+    """Reverse the rows of a window, and return what they were."""
+    old = x.clone()
+    x.copy_(torch.flip(old, [0]))
+    return old
+
+
+exchange.register_fake(torch.empty_like)
+
+
 def shift(a, b, r, f):
     a[1:] = a[:-1].clone()
     return b + 0
@@ -101,6 +112,13 @@ def bytes_as_bools(a, b, r, f):
     chosen = torch.where(f.view(8, 8), 1, 0)
     f.logical_not_()
     return chosen, f.view(8, 8).sum(), r[:4] + 1
+
+
+def result_of_a_custom_operation(a, b, r, f):
+    old = exchange(b)
+    twice, rows = torch.cat([b, b]), b[SLOTS]
+    b.sub_(old[2].clone())
+    return twice, rows
 
 
 def duplicate_slots(a, b, r, f):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from aliasstorage import ops
 from aliasstorage._compat import OpOverload
 from aliasstorage.bufferize.recognize import UnrecognizedError
 
@@ -55,6 +56,10 @@ class MutatingCall:
             bases[position - self.first_base] = clone_of(graph, base)
         kwargs = _arguments(node, bases)
         call = graph.call_function(node.args[0], (), kwargs)
+        if node.args[0]._schema.returns:
+            # Inductor moves nodes next to their users, those that write as well, until the next
+            # write. Here is one, of nothing.
+            graph.call_function(ops.fence, ([],)).meta["val"] = None
         call.meta = dict(node.meta)
         # Inductor lays out the arguments of a custom operation as they were in eager mode.
         values = torch.fx.map_arg(kwargs, lambda argument: argument.meta["val"])
