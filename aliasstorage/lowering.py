@@ -177,6 +177,7 @@ def _inner_compiler(
         bufferize,
         roots,
         arrays=form == "arrays",
+        for_inductor=form == "windows" and not isinstance(inner, str),
         decompositions=decompositions,
     )
 
@@ -245,7 +246,14 @@ def _inductor(
 
         with _compat.inductor_config.patch(_layout_patches(module, patches)):
             return compile_bufferized(
-                module, example_inputs, compiler, roots, static, _notify, bufferize
+                module,
+                example_inputs,
+                compiler,
+                roots,
+                static,
+                _notify,
+                bufferize,
+                for_inductor=True,
             )
 
     def compile_with_inductor(
@@ -266,6 +274,7 @@ def _through_aot(
     bufferize: bool,
     roots: Mapping[Window, str],
     arrays: bool,
+    for_inductor: bool,
     decompositions: dict[Any, Callable[..., Any]] | None,
 ) -> Compiler:
     """Return a compiler that runs AOTAutograd as an aot_eager backend does.
@@ -276,6 +285,7 @@ def _through_aot(
         bufferize: Whether to write windows in place.
         roots: See `plan.choose_roots`.
         arrays: Whether to hand over copies of the windows.
+        for_inductor: Whether ``compile_aten`` may hand pieces of the graph to Inductor.
         decompositions: What to take operations apart with, instead of what ``inner`` does.
     """
 
@@ -293,6 +303,7 @@ def _through_aot(
             on_report=_notify,
             enabled=bufferize or arrays,
             as_arrays=arrays,
+            for_inductor=for_inductor,
         )
 
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What this library's graphs call besides ATen: `fence`, `materialize` and `masked_write_`.
+"""What this library's graphs call besides ATen: `fence`, `materialize` and writes.
 
 ``aliasstorage::fence(Tensor(a!)[] windows) -> ()`` does nothing, and declares that it mutates
 its arguments, so that no scheduler moves an access of one of them across it. On Inductor it is
@@ -16,6 +16,14 @@ dropped as a no-op by passes that assume a graph without mutation, and CPU Induc
 16-bit floats through float32, which changes the bits of NaNs; on Inductor this calls the clone
 kernel instead.
 
+``aliasstorage::write_(Tensor(a!) window, Tensor value) -> ()`` is ``aten.copy_`` for graphs that
+Inductor gets.
+
+Note [Writes that Inductor takes for the last one]
+An ``aten.copy_`` to an input is, to Inductor, the write-back at the end of a functional graph,
+after which nobody looks at the input. Of a graph that writes ``x.copy_(y)`` and goes on to
+``z = x.index_put(i, v)``, it makes ``x.index_put_(i, v)``.
+
 ``aliasstorage::masked_write_(Tensor(a!) window, Tensor mask, Tensor value) -> ()`` writes where the
 mask is set, and keeps the bits of the rest.
 """
@@ -29,6 +37,7 @@ import torch
 _library = torch.library.Library("aliasstorage", "DEF")
 _library.define("fence(Tensor(a!)[] windows) -> ()")
 _library.define("materialize(Tensor x) -> Tensor")
+_library.define("write_(Tensor(a!) window, Tensor value) -> ()")
 _library.define("masked_write_(Tensor(a!) window, Tensor mask, Tensor value) -> ()")
 
 
@@ -43,6 +52,11 @@ def _materialize(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8).clone().view(torch.bool) if x.dtype == torch.bool else x.clone()
 
 
+@torch.library.impl(_library, "write_", "CompositeExplicitAutograd")
+def _write(window: torch.Tensor, value: torch.Tensor) -> None:
+    window.copy_(value)
+
+
 @torch.library.impl(_library, "masked_write_", "CompositeExplicitAutograd")
 def _masked_write(window: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> None:
     window.copy_(torch.where(mask, value, window))
@@ -50,12 +64,14 @@ def _masked_write(window: torch.Tensor, mask: torch.Tensor, value: torch.Tensor)
 
 torch.library.register_fake("aliasstorage::fence", lambda windows: None, lib=_library)
 torch.library.register_fake("aliasstorage::materialize", torch.empty_like, lib=_library)
+torch.library.register_fake("aliasstorage::write_", lambda window, value: None, lib=_library)
 torch.library.register_fake(
     "aliasstorage::masked_write_", lambda window, mask, value: None, lib=_library
 )
 
 fence = torch.ops.aliasstorage.fence.default
 materialize = torch.ops.aliasstorage.materialize.default
+write_ = torch.ops.aliasstorage.write_.default
 masked_write_ = torch.ops.aliasstorage.masked_write_.default
 
 _lowerings_registered = False
@@ -114,7 +130,12 @@ def register_inductor_lowerings() -> None:
 
     register = inductor_lowering.register_lowering
     register(fence, type_promotion_kind=None)(lower_fence)
+
+    def lower_write(window: Any, value: Any) -> None:
+        inductor_lowering.lowerings[torch.ops.aten.copy_.default](window, value)
+
     register(materialize, type_promotion_kind=None)(lower_materialize)
+    register(write_, type_promotion_kind=None)(lower_write)
     # For bfloat16, Inductor calls the kernel of index_add, and knows nothing of its in-place form.
     index_add = torch.ops.aten.index_add_.default
     inductor_lowering.make_fallback(index_add, warn=False, override_decomp=True)

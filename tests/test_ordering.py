@@ -8,6 +8,8 @@ Each function here has one such dependency between windows of one storage.
 
 import pytest
 import torch
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 
 import aliasstorage
 from aliasstorage import Window
@@ -221,3 +223,52 @@ def test_what_was_read_before_a_write_and_is_used_after_it(write, dtype):
         (want_raw, want), (raw, got) = sides
         assert torch.equal(want_raw, raw), name
         torch.testing.assert_close(want, got)
+
+
+ROWS = torch.tensor([0, 2])
+VALUES = {
+    "index_put": lambda w: w.index_put((ROWS,), w.new_full((2, 4), 7)),
+    "scatter": lambda w: w.scatter(0, ROWS[:, None], 7),
+    "index_add": lambda w: w.index_add(0, ROWS, w.new_full((2, 4), 7)),
+    "select_scatter": lambda w: w.select_scatter(w.new_full((4,), 7), 0, 1),
+    "slice_scatter": lambda w: w.slice_scatter(w.new_full((2, 4), 7), 0, 1, 3),
+    "a clone that is written": lambda w: w.clone().index_fill_(0, ROWS, 7),
+    "a row of a clone": lambda w: (v := w.clone())[1].fill_(7) * 0 + v,
+    "a clone that keeps its values": lambda w: (v := w.clone())[0].copy_(v[0].clone()) * 0 + v,
+    "a custom operation on a clone": lambda w: (v := w.clone(), exchange(v))[0],
+}
+
+
+def pieces(module, inputs):
+    """Compile as an engine's backend does that hands a graph to Inductor."""
+    inner = compile_fx_inner(module, list(inputs))
+    return lambda *args: inner(list(args))
+
+
+@pytest.mark.usefixtures("compiler_threads")
+@pytest.mark.parametrize("inner", ["inductor", "pieces"])
+@pytest.mark.parametrize("value", VALUES)
+def test_values_that_are_made_of_a_written_window(value, inner):
+    """Inductor makes them in the memory of an input that nobody looks at any more."""
+
+    def step(write, w):
+        write(w)
+        return VALUES[value](w)
+
+    backend = aliasstorage.backend()
+    if inner == "pieces":
+        table = select_decomp_table()
+        backend = aliasstorage.backend(pieces, form="windows", decompositions=table)
+    compiled = torch.compile(step, backend=backend)
+    for write in (lambda w: w.add_(1), lambda w: w[2:].zero_(), lambda w: w.t().mul_(2)):
+        sides = []
+        for run in (step, compiled):
+            raw = torch.arange(160, dtype=torch.uint8) % 0x3F
+            with torch.no_grad():
+                results = run(write, raw[16:144].view(torch.float32).view(8, 4))
+            sides.append((raw, results))
+        (want_raw, want), (raw, got) = sides
+        assert torch.equal(want_raw, raw)
+        torch.testing.assert_close(want, got)
+        got.fill_(9)
+        assert torch.equal(want_raw, raw)

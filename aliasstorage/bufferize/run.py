@@ -124,6 +124,17 @@ def forget_mutation_regions(module: torch.fx.GraphModule) -> None:
                 node.meta.pop("mutation_region_id", None)
 
 
+def write_by_own_operation(windows: Sequence[torch.fx.Node]) -> None:
+    """Write windows by an operation of this library instead of ``aten.copy_``.
+
+    See Note [Writes that Inductor takes for the last one].
+    """
+    for window in windows:
+        for user in window.users:
+            if user.target is torch.ops.aten.copy_.default and user.args[0] is window:
+                user.target, user.meta["val"] = ops.write_, None
+
+
 def compile_bufferized(
     module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -133,6 +144,7 @@ def compile_bufferized(
     on_report: Callable[[list[BufferReport], torch.fx.GraphModule], None] | None = None,
     enabled: bool = True,
     as_arrays: bool = False,
+    for_inductor: bool = False,
 ) -> Callable[..., Any]:
     """Bufferize a graph, if enabled, and compile it.
 
@@ -145,6 +157,7 @@ def compile_bufferized(
         on_report: Called with the reports and the rewritten graph.
         enabled: Whether to bufferize.
         as_arrays: Whether the compiled graph is called with copies of the windows.
+        for_inductor: Whether Inductor compiles the graph, or may compile parts of it.
 
     Raises:
         BackendUnsupportedError: Windows share bytes, or are not recognized, and may not be copied.
@@ -171,6 +184,8 @@ def compile_bufferized(
     module.recompile()
     if on_report is not None:
         on_report(reports, module)
+    if for_inductor:
+        write_by_own_operation([item.node for item in typed])
     if as_arrays:
         check_separable(reports)
     if not roots and not lengths:
