@@ -14,7 +14,7 @@ As with plain views, the offset of a window of fixed size stays a number.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from aliasstorage._compat import (
     DynamoTrace,
     dynamo_trace,
+    expression,
     is_faking_input,
     run_eagerly,
     symbol_of,
@@ -45,6 +46,9 @@ _frames: weakref.WeakKeyDictionary[CodeType, list[_Frame]] = weakref.WeakKeyDict
 
 # Fake mode, of which each trace has its own -> how many windows were faked in it.
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+# Fake mode -> the symbols that stand for offsets of windows in its trace.
+_symbols: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def _frame_of(trace: DynamoTrace) -> _Frame:
@@ -77,9 +81,8 @@ def offset_in_trace(dtype: torch.dtype, size: Sequence[int], byte_offset: int) -
         BackendUnsupportedError: The symbol reached a backend that has no place for it.
     """
     trace = dynamo_trace()
-    if not isinstance(byte_offset, int):
-        if trace is not None:
-            _frame_of(trace).is_ours = False
+    if trace is not None and _is_made_of(byte_offset, _symbols.get(trace.fake_mode, ())):
+        _frame_of(trace).is_ours = False
         raise BackendUnsupportedError(
             "A window whose offset changes from call to call reached stock AOTAutograd.",
             which=f"a window of {dtype} with {len(size)} dimensions",
@@ -103,7 +106,15 @@ def offset_in_trace(dtype: torch.dtype, size: Sequence[int], byte_offset: int) -
     if is_fixed or not frame.is_ours or position not in frame.changed:
         return byte_offset
     elements = symbol_of(byte_offset // dtype.itemsize, trace.fake_mode.shape_env)
+    if not isinstance(elements, int):
+        _symbols.setdefault(trace.fake_mode, set()).add(expression(elements))
     return elements * dtype.itemsize
+
+
+def _is_made_of(byte_offset: int | torch.SymInt, symbols: Collection[Any]) -> bool:
+    if isinstance(byte_offset, int) or not symbols:
+        return False
+    return not expression(byte_offset).free_symbols.isdisjoint(symbols)
 
 
 run_eagerly(globals())

@@ -147,6 +147,27 @@ def test_windows_that_move_and_are_not_used(inner, stock_first):
     assert len(compiles) == 2
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_views_of_windows_of_changing_size_on_the_stock_path(backend):
+    """The offset of what is returned is an expression of sizes."""
+
+    def step(a):
+        a.add_(1)
+        return a.split(2)[-1], a[a.shape[0] - 1]
+
+    compiled = torch.compile(step, backend=backend)
+    for rows in (4, 6, 8, 10):
+        want, got = random_bytes(rows * 20, rows), random_bytes(rows * 20, rows)
+        window = Window(torch.int16, (rows, 2), (2 * rows % 7 + 2, 1), byte_offset=2 * (rows % 5))
+        expected = step(window.regenerate(want))
+        results = compiled(aliasstorage.AliasTensor(got, window))
+        for left, right in zip(expected, results, strict=True):
+            assert torch.equal(left, aliasstorage.unwrap(right)), rows
+            left.fill_(5)
+            right.fill_(5)
+        assert torch.equal(want, got), rows
+
+
 def test_a_backend_that_chooses_another_one():
     """A window that moves reaches stock AOTAutograd: refused once, then a graph for each offset."""
     backends = [aliasstorage.backend(inner="aot_eager"), *[lookup_backend("aot_eager")] * 4]
