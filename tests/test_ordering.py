@@ -133,7 +133,11 @@ def blocks(a, b, r, f):
     r.view(4, 32)[3].copy_(r.view(4, 32)[0])
 
 
-FUNCTIONS = [value for value in list(globals().values()) if getattr(value, "__code__", None)]
+FUNCTIONS = [
+    value
+    for value in list(globals().values())
+    if getattr(value, "__code__", None) and value.__module__ == __name__
+]
 
 
 @pytest.mark.usefixtures("compiler_threads")
