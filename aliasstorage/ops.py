@@ -74,6 +74,16 @@ materialize = torch.ops.aliasstorage.materialize.default
 write_ = torch.ops.aliasstorage.write_.default
 masked_write_ = torch.ops.aliasstorage.masked_write_.default
 
+# Inductor calls the kernels of these (of index_add for some dtypes), and knows nothing of their
+# in-place forms. What it does not know it calls as well, but not where the environment variable CI
+# is set: there it refuses what has a decomposition for other compilers.
+CALLED_IN_PLACE = (
+    torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_reduce_.default,
+    torch.ops.aten.masked_scatter_.default,
+    torch.ops.aten.put_.default,
+)
+
 _lowerings_registered = False
 
 
@@ -128,14 +138,12 @@ def register_inductor_lowerings() -> None:
         clone = materialize if x.get_dtype() == torch.bool else torch.ops.aten.clone.default
         return ir.TensorBox.create(ir.FallbackKernel.create(clone, x))
 
-    register = inductor_lowering.register_lowering
-    register(fence, type_promotion_kind=None)(lower_fence)
-
     def lower_write(window: Any, value: Any) -> None:
         inductor_lowering.lowerings[torch.ops.aten.copy_.default](window, value)
 
+    register = inductor_lowering.register_lowering
+    register(fence, type_promotion_kind=None)(lower_fence)
     register(materialize, type_promotion_kind=None)(lower_materialize)
     register(write_, type_promotion_kind=None)(lower_write)
-    # For bfloat16, Inductor calls the kernel of index_add, and knows nothing of its in-place form.
-    index_add = torch.ops.aten.index_add_.default
-    inductor_lowering.make_fallback(index_add, warn=False, override_decomp=True)
+    for operation in CALLED_IN_PLACE:
+        inductor_lowering.make_fallback(operation, warn=False, override_decomp=True)

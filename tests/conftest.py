@@ -15,6 +15,7 @@ def fresh_compiler(tmp_path_factory, monkeypatch):
     """
     cache = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setenv("CI", "1")  # where it is set, Inductor refuses more
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
