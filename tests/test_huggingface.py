@@ -81,6 +81,24 @@ def test_consolidate_keeps_values_and_sharing():
     assert (cache.values == 7).all()
 
 
+def test_large_tensors_start_half_a_page_into_a_page():
+    """Where no large result starts: see Note [Where large tensors start]."""
+    sizes = [3, 65535, 65536, 5, 100_000, 65536, 65536 + 2048, 1]
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    held = list(tensors)
+    storage = aliasstorage.consolidate_(held)
+    starts = [tensor.storage_offset() for tensor in held]
+    assert all(
+        start % 4096 == 2048 if size >= 65536 else start % 64 == 0
+        for start, size in zip(starts, sizes, strict=True)
+    )
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    padding = [start - end for start, end in zip(starts, [0, *ends], strict=False)]
+    assert all(0 <= space < 4096 for space in padding)
+    assert storage.nbytes == ends[-1]
+    assert all(torch.equal(old, new) for old, new in zip(tensors, held, strict=True))
+
+
 def test_consolidate_refuses():
     with pytest.raises(errors.UnsupportedTensorError, match="no tensors"):
         aliasstorage.consolidate_({"a": 1})
