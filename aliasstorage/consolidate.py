@@ -6,7 +6,7 @@ compute. A kernel that copies a tensor to a new one, as models do that repeat th
 keys, then reads and writes at addresses that are equal in their low bits, by which CPUs tell
 whether a read depends on a write that is still under way. Large tensors therefore start half a
 page into a page, counted from the start of the storage. That made such copies 2 to 3 percent
-faster, and none of the offsets that were measured was better.
+faster on an AMD EPYC; so did all offsets from 1,600 bytes on, and none of the smaller ones.
 """
 
 from __future__ import annotations

@@ -42,13 +42,18 @@ class _Frame:
     changed: set[int] = field(default_factory=set)  # positions in that order
 
 
+@dataclass
+class _Windows:
+    """What is known of the windows of one trace."""
+
+    count: int = 0  # how many were faked
+    symbols: set[Any] = field(default_factory=set)  # that stand for offsets
+
+
 _frames: weakref.WeakKeyDictionary[CodeType, list[_Frame]] = weakref.WeakKeyDictionary()
 
-# Fake mode, of which each trace has its own -> how many windows were faked in it.
-_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-# Fake mode -> the symbols that stand for offsets of windows in its trace.
-_symbols: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+# By fake mode, of which each trace has its own.
+_windows: weakref.WeakKeyDictionary[Any, _Windows] = weakref.WeakKeyDictionary()
 
 
 def _frame_of(trace: DynamoTrace) -> _Frame:
@@ -81,7 +86,10 @@ def offset_in_trace(dtype: torch.dtype, size: Sequence[int], byte_offset: int) -
         BackendUnsupportedError: The symbol reached a backend that has no place for it.
     """
     trace = dynamo_trace()
-    if trace is not None and _is_made_of(byte_offset, _symbols.get(trace.fake_mode, ())):
+    if trace is None:
+        return byte_offset
+    windows = _windows.setdefault(trace.fake_mode, _Windows())
+    if _is_made_of(byte_offset, windows.symbols):
         _frame_of(trace).is_ours = False
         raise BackendUnsupportedError(
             "A window whose offset changes from call to call reached stock AOTAutograd.",
@@ -90,12 +98,12 @@ def offset_in_trace(dtype: torch.dtype, size: Sequence[int], byte_offset: int) -
             got="an offset that is an input of the graph",
             do="Call it again, to compile it for each offset; or always choose the same backend.",
         )
-    if trace is None or not is_faking_input():
+    if not is_faking_input():
         return byte_offset
     # The order of faking stands for the input. Where it is another one than in the last trace,
     # a number may be made a symbol or a symbol a number: both are right.
-    position = _counts.get(trace.fake_mode, 0)
-    _counts[trace.fake_mode] = position + 1
+    position = windows.count
+    windows.count += 1
     frame = _frame_of(trace)
     if position == len(frame.last):
         frame.last.append(byte_offset)
@@ -107,7 +115,7 @@ def offset_in_trace(dtype: torch.dtype, size: Sequence[int], byte_offset: int) -
         return byte_offset
     elements = symbol_of(byte_offset // dtype.itemsize, trace.fake_mode.shape_env)
     if not isinstance(elements, int):
-        _symbols.setdefault(trace.fake_mode, set()).add(expression(elements))
+        windows.symbols.add(expression(elements))
     return elements * dtype.itemsize
 
 

@@ -11,6 +11,7 @@ import aliasstorage
 from aliasstorage import AliasTensor, Window, errors
 from aliasstorage._compat import storage_address
 from aliasstorage.guards import parameter_check
+from tests.oracle import CompileCounter
 from tests.two_windows import BACKENDS, OVER_A, A, X, fresh, plains, same, update, windows
 
 
@@ -45,14 +46,8 @@ ORDERS = [
 @pytest.mark.parametrize("carrier", ["plain", "wrapped", "mixed"])
 def test_alias_pattern_changes_between_calls(order, carrier):
     """Each new pattern compiles once, and a known one never again."""
-    compiles = []
-    inner = aliasstorage.backend(inner="aot_eager")
-
-    def backend(module, inputs):
-        compiles.append(1)
-        return inner(module, inputs)
-
-    compiled = torch.compile(read_after_write, backend=backend)
+    counter = CompileCounter()
+    compiled = torch.compile(read_after_write, backend=counter)
     seen = set()
     for number, name in enumerate(order):
         sides = []
@@ -74,7 +69,7 @@ def test_alias_pattern_changes_between_calls(order, carrier):
         assert torch.equal(y, q), (name, number)
         assert same(want[0], got[0]), (name, number)
         seen.add(name)
-        assert len(compiles) <= len(seen), (name, number)
+        assert counter.count <= len(seen), (name, number)
 
 
 @pytest.mark.parametrize("carrier", ["plain", "wrapped"])
@@ -130,17 +125,6 @@ def test_a_parameter_that_is_pointed_at_a_cache():
             (want, want_buffer), (got, got_buffer) = outcomes
             assert torch.equal(want, got), kind
             assert torch.equal(want_buffer, got_buffer), kind
-
-
-class CompileCounter:
-    """The backend, and how often it was asked."""
-
-    def __init__(self):
-        self.count, self.inner = 0, aliasstorage.backend(inner="aot_eager")
-
-    def __call__(self, module, inputs, **kwargs):
-        self.count += 1
-        return self.inner(module, inputs, **kwargs)
 
 
 LONE = {
@@ -277,26 +261,22 @@ def test_plain_views_of_a_longer_storage_later(bufferize):
 
 def test_the_offset_of_a_window_is_guarded():
     """Another offset compiles anew, a known one does not: Note [What is guarded of a window]."""
-    compiles = []
-
-    def inner(module, inputs):
-        compiles.append(module)
-        return module
 
     def step(window, other):
         other.add_(1)
         return window + 10
 
-    compiled = torch.compile(step, backend=aliasstorage.backend(inner))
+    counter = CompileCounter()
+    compiled = torch.compile(step, backend=counter)
     for offset in (0, 16, 0, 16, 32):
         raw = torch.zeros(128, dtype=torch.uint8)
         views = raw[offset : offset + 16].view(torch.int32), raw[64:].view(torch.int16)
-        before = len(compiles)
+        before = counter.count
         got = compiled(*aliasstorage.wrap(views))
         assert got.tolist() == [10] * 4
         assert raw[64:66].tolist() == [1, 0]
-        assert len(compiles) - before <= 1
-    assert len(compiles) == 3
+        assert counter.count - before <= 1
+    assert counter.count == 3
 
 
 def test_parameters_on_a_device_without_data_pointers():

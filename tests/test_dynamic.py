@@ -8,7 +8,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import aliasstorage
 from aliasstorage import Window
-from tests.oracle import buffer_reports
+from tests.oracle import CompileCounter, buffer_reports
 
 
 def random_bytes(nbytes, seed):
@@ -57,14 +57,8 @@ SIZES = [(3, 8), (4, 8), (5, 8), (2, 8), (6, 12), (5, 16), (4, 10), (3, 8)]
 @pytest.mark.parametrize("step", [slices, rows_by_number])
 def test_sizes_that_change(layout, step, bufferize, carrier, inner):
     """One compilation for the first sizes, one more for each kind of size that changes."""
-    compiles = []
-    backend = aliasstorage.backend(inner=inner, bufferize=bufferize)
-
-    def counting(module, inputs):
-        compiles.append(1)
-        return backend(module, inputs)
-
-    compiled = torch.compile(step, backend=counting)
+    counter = CompileCounter(inner, bufferize=bufferize)
+    compiled = torch.compile(step, backend=counter)
     with buffer_reports() as reports:
         for n, rows in SIZES:
             want, got = random_bytes(rows * 64, n), random_bytes(rows * 64, n)
@@ -77,21 +71,15 @@ def test_sizes_that_change(layout, step, bufferize, carrier, inner):
                 left.fill_(1)
                 right.fill_(1)
             assert torch.equal(want, got), (n, rows)
-    assert len(compiles) <= 3
+    assert counter.count <= 3
     assert not any(report.reason for report in reports)
     assert reports or not bufferize
 
 
 def test_offsets_of_windows_of_fixed_size():
     """A graph for each offset."""
-    compiles = []
-    backend = aliasstorage.backend(inner="aot_eager")
-
-    def counting(module, inputs):
-        compiles.append(1)
-        return backend(module, inputs)
-
-    compiled = torch.compile(slices, backend=counting)
+    counter = CompileCounter("aot_eager")
+    compiled = torch.compile(slices, backend=counter)
     for offset in (64, 96, 64, 96, 64):
         want, got = random_bytes(256, 1), random_bytes(256, 1)
         x = torch.ones(4, 8).half()
@@ -99,7 +87,7 @@ def test_offsets_of_windows_of_fixed_size():
         slices(*(window.regenerate(want) for window in windows), 3, x)
         compiled(*(aliasstorage.AliasTensor(got, window) for window in windows), 3, x)
         assert torch.equal(want, got), offset
-    assert len(compiles) == 2
+    assert counter.count == 2
 
 
 def unused_and_nested(caches, x):
@@ -113,16 +101,10 @@ def unused_and_nested(caches, x):
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_windows_that_move_and_are_not_used(inner, stock_first):
     """They are compiled for once, also where the function was compiled by a stock backend."""
-    compiles = []
-    backend = aliasstorage.backend(inner=inner)
-
-    def counting(module, inputs):
-        compiles.append(1)
-        return backend(module, inputs)
-
+    counter = CompileCounter(inner)
     sizes = (4, 6, 9, 5, 12)
     others = [torch.compile(unused_and_nested, backend=inner)] if stock_first else []
-    for compiled in [*others, torch.compile(unused_and_nested, backend=counting)]:
+    for compiled in [*others, torch.compile(unused_and_nested, backend=counter)]:
         for rows in sizes:
             want, got = (aliasstorage.ByteStorage.zeros(rows * 64) for _ in range(2))
             want.buffer.copy_(random_bytes(rows * 64, rows))
@@ -144,7 +126,7 @@ def test_windows_that_move_and_are_not_used(inner, stock_first):
             results[1].fill_(2)
             expected[1].fill_(2)
             assert torch.equal(want.buffer, got.buffer), rows
-    assert len(compiles) == 2
+    assert counter.count == 2
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -194,14 +176,8 @@ def test_mark_dynamic_and_dynamic_true(inner):
 
     for options, mark in (({"dynamic": True}, False), ({}, True)):
         torch._dynamo.reset()
-        compiles = []
-        backend = aliasstorage.backend(inner=inner)
-
-        def counting(module, inputs, compiles=compiles, backend=backend):
-            compiles.append(1)
-            return backend(module, inputs)
-
-        compiled = torch.compile(step, backend=counting, **options)
+        counter = CompileCounter(inner)
+        compiled = torch.compile(step, backend=counter, **options)
         for rows in (10, 12, 18, 9):
             want, got = random_bytes(rows * 64, rows), random_bytes(rows * 64, rows)
             slots = torch.arange(rows // 2)
@@ -214,7 +190,7 @@ def test_mark_dynamic_and_dynamic_true(inner):
             assert torch.equal(expected[0], results[0])
             torch.testing.assert_close(expected[1], results[1])
             assert torch.equal(want, got), rows
-        assert len(compiles) == 1
+        assert counter.count == 1
 
 
 def test_a_window_taken_inside_with_a_size_that_changes():
@@ -265,14 +241,8 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_storages_that_end_inside_an_element(lengths, carrier, bufferize, inner):
     """Storages, and what is shown of them, may be no whole number of elements long."""
-    compiles = []
-    backend = aliasstorage.backend(inner=inner, bufferize=bufferize)
-
-    def counting(module, inputs):
-        compiles.append(1)
-        return backend(module, inputs)
-
-    compiled = torch.compile(copies, backend=counting)
+    counter = CompileCounter(inner, bufferize=bufferize)
+    compiled = torch.compile(copies, backend=counter)
     with buffer_reports() as reports:
         for more, (n, m) in itertools.product((0, 3), LENGTHS[lengths]):
             nbytes = max(2 * n, 8 * m) + more
@@ -286,7 +256,7 @@ def test_storages_that_end_inside_an_element(lengths, carrier, bufferize, inner)
             assert torch.equal(want, got), (nbytes, n, m)
     assert all(report.reason is None for report in reports)
     if carrier == "plain":
-        assert len(compiles) <= 5, "more than one for each kind of length"
+        assert counter.count <= 5, "more than one for each kind of length"
 
 
 def empty_parts(a, b):

@@ -19,7 +19,7 @@ from aliasstorage.layouts import (
     sglang,
     vllm,
 )
-from tests.oracle import buffer_reports
+from tests.oracle import CompileCounter, buffer_reports
 
 TABLES = json.loads((Path(__file__).parent / "data" / "layouts.json").read_text())
 DTYPES = {
@@ -210,14 +210,8 @@ def test_another_number_of_blocks(name, carrier):
     rows = torch.tensor([1, 2])
     for position in range(len(layouts_of(name))):
         torch._dynamo.reset()
-        compiles = []
-        backend = aliasstorage.backend("aot_eager")
-
-        def counting(module, inputs, compiles=compiles, backend=backend):
-            compiles.append(1)
-            return backend(module, inputs)
-
-        compiled = torch.compile(step, backend=counting)
+        counter = CompileCounter("aot_eager")
+        compiled = torch.compile(step, backend=counter)
         with buffer_reports() as reports:
             for blocks in (6, 8, 5, 11):
                 layout = layouts_of(name, blocks)[position]
@@ -231,7 +225,7 @@ def test_another_number_of_blocks(name, carrier):
                     sides.append(run(windows, rows, 3))
                 assert torch.equal(want, raw), blocks
                 torch.testing.assert_close(*sides)
-        assert len(compiles) <= 2
+        assert counter.count <= 2
         assert not any(report.reason for report in reports)
 
 

@@ -158,6 +158,19 @@ def test_inductor_keeps_the_order(function, carrier):
                     torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
 
 
+def compare(step, compiled, arguments, where=""):
+    """Run both on views of equal bytes and compare; return the compiled side's bytes and result."""
+    sides = []
+    for run in (step, compiled):
+        raw = torch.arange(160, dtype=torch.uint8) % 0x3F
+        with torch.no_grad():
+            sides.append((raw, run(*arguments(raw))))
+    (want_raw, want), (raw, got) = sides
+    assert torch.equal(want_raw, raw), where
+    torch.testing.assert_close(want, got, msg=lambda text: f"{where}: {text}")
+    return raw, got
+
+
 @torch.library.custom_op("tests_ordering::reverse", mutates_args=("x",))
 def reverse(x: torch.Tensor, weight: torch.Tensor) -> None:
     """Mutate a window by a kernel that no compiler looks into."""
@@ -210,16 +223,16 @@ def test_what_was_read_before_a_write_and_is_used_after_it(write, dtype):
     options = {"emulate_precision_casts": True}
     compiled = torch.compile(step, backend="aliasstorage", options=options)
     for name, keep in KEPT.items():
-        sides = []
-        for run in (step, compiled):
-            raw = torch.arange(160, dtype=torch.uint8) % 0x3F
-            with torch.no_grad():
-                w = raw[:128].view(dtype)[:32].view(8, 4)
-                results = run(keep, w, raw[128:].view(torch.int64))
-            sides.append((raw, results))
-        (want_raw, want), (raw, got) = sides
-        assert torch.equal(want_raw, raw), name
-        torch.testing.assert_close(want, got)
+        compare(
+            step,
+            compiled,
+            lambda raw, keep=keep: (
+                keep,
+                raw[:128].view(dtype)[:32].view(8, 4),
+                raw[128:].view(torch.int64),
+            ),
+            name,
+        )
 
 
 def test_inductor_is_told_of_every_kernel_that_it_calls_in_place():
@@ -272,14 +285,11 @@ def test_values_that_are_made_of_a_written_window(value, inner):
         backend = aliasstorage.backend(pieces, form="windows", decompositions=table)
     compiled = torch.compile(step, backend=backend)
     for write in (lambda w: w.add_(1), lambda w: w[2:].zero_(), lambda w: w.t().mul_(2)):
-        sides = []
-        for run in (step, compiled):
-            raw = torch.arange(160, dtype=torch.uint8) % 0x3F
-            with torch.no_grad():
-                results = run(write, raw[16:144].view(torch.float32).view(8, 4))
-            sides.append((raw, results))
-        (want_raw, want), (raw, got) = sides
-        assert torch.equal(want_raw, raw)
-        torch.testing.assert_close(want, got)
+        raw, got = compare(
+            step,
+            compiled,
+            lambda raw, write=write: (write, raw[16:144].view(torch.float32).view(8, 4)),
+        )
+        before = raw.clone()
         got.fill_(9)
-        assert torch.equal(want_raw, raw)
+        assert torch.equal(before, raw)
