@@ -107,9 +107,8 @@ def consolidate_(target: Any, *, wrapped: bool = True) -> ByteStorage:
 def _start(end: int, nbytes: int) -> int:
     """Return where a tensor of ``nbytes`` bytes starts, behind others that end at ``end``."""
     if nbytes < LARGE:
-        return -(-end // ALIGNMENT) * ALIGNMENT
-    half = PAGE // 2
-    return -(-(end - half) // PAGE) * PAGE + half
+        return end + -end % ALIGNMENT
+    return end + (PAGE // 2 - end) % PAGE
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -254,18 +254,6 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().nan_to_num(1.0, 2.0, 3.0).clamp(-4, 4).sum()
 
 
-class CompileCounter:
-    """This library's backend, and how often it was asked to compile."""
-
-    def __init__(self, inner: Any = "aot_eager", **options: Any) -> None:
-        self.count, self.backend = 0, aliasstorage.backend(inner, **options)
-
-    def __call__(self, module: Any, inputs: Any, **kwargs: Any) -> Any:
-        """Count, and compile."""
-        self.count += 1
-        return self.backend(module, inputs, **kwargs)
-
-
 @contextmanager
 def buffer_reports() -> Iterator[list[BufferReport]]:
     """Collect the reports on every graph that is handed to an inner backend meanwhile."""

@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import aliasstorage
 from aliasstorage import Window
-from tests.oracle import CompileCounter, buffer_reports
+from tests.oracle import buffer_reports
 
 
 def random_bytes(nbytes, seed):
@@ -57,7 +58,7 @@ SIZES = [(3, 8), (4, 8), (5, 8), (2, 8), (6, 12), (5, 16), (4, 10), (3, 8)]
 @pytest.mark.parametrize("step", [slices, rows_by_number])
 def test_sizes_that_change(layout, step, bufferize, carrier, inner):
     """One compilation for the first sizes, one more for each kind of size that changes."""
-    counter = CompileCounter(inner, bufferize=bufferize)
+    counter = CompileCounterWithBackend(aliasstorage.backend(inner, bufferize=bufferize))
     compiled = torch.compile(step, backend=counter)
     with buffer_reports() as reports:
         for n, rows in SIZES:
@@ -71,14 +72,14 @@ def test_sizes_that_change(layout, step, bufferize, carrier, inner):
                 left.fill_(1)
                 right.fill_(1)
             assert torch.equal(want, got), (n, rows)
-    assert counter.count <= 3
+    assert counter.frame_count <= 3
     assert not any(report.reason for report in reports)
     assert reports or not bufferize
 
 
 def test_offsets_of_windows_of_fixed_size():
     """A graph for each offset."""
-    counter = CompileCounter("aot_eager")
+    counter = CompileCounterWithBackend(aliasstorage.backend("aot_eager"))
     compiled = torch.compile(slices, backend=counter)
     for offset in (64, 96, 64, 96, 64):
         want, got = random_bytes(256, 1), random_bytes(256, 1)
@@ -87,7 +88,7 @@ def test_offsets_of_windows_of_fixed_size():
         slices(*(window.regenerate(want) for window in windows), 3, x)
         compiled(*(aliasstorage.AliasTensor(got, window) for window in windows), 3, x)
         assert torch.equal(want, got), offset
-    assert counter.count == 2
+    assert counter.frame_count == 2
 
 
 def unused_and_nested(caches, x):
@@ -101,7 +102,7 @@ def unused_and_nested(caches, x):
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_windows_that_move_and_are_not_used(inner, stock_first):
     """They are compiled for once, also where the function was compiled by a stock backend."""
-    counter = CompileCounter(inner)
+    counter = CompileCounterWithBackend(aliasstorage.backend(inner))
     sizes = (4, 6, 9, 5, 12)
     others = [torch.compile(unused_and_nested, backend=inner)] if stock_first else []
     for compiled in [*others, torch.compile(unused_and_nested, backend=counter)]:
@@ -126,7 +127,7 @@ def test_windows_that_move_and_are_not_used(inner, stock_first):
             results[1].fill_(2)
             expected[1].fill_(2)
             assert torch.equal(want.buffer, got.buffer), rows
-    assert counter.count == 2
+    assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -176,7 +177,7 @@ def test_mark_dynamic_and_dynamic_true(inner):
 
     for options, mark in (({"dynamic": True}, False), ({}, True)):
         torch._dynamo.reset()
-        counter = CompileCounter(inner)
+        counter = CompileCounterWithBackend(aliasstorage.backend(inner))
         compiled = torch.compile(step, backend=counter, **options)
         for rows in (10, 12, 18, 9):
             want, got = random_bytes(rows * 64, rows), random_bytes(rows * 64, rows)
@@ -190,7 +191,7 @@ def test_mark_dynamic_and_dynamic_true(inner):
             assert torch.equal(expected[0], results[0])
             torch.testing.assert_close(expected[1], results[1])
             assert torch.equal(want, got), rows
-        assert counter.count == 1
+        assert counter.frame_count == 1
 
 
 def test_a_window_taken_inside_with_a_size_that_changes():
@@ -241,7 +242,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_storages_that_end_inside_an_element(lengths, carrier, bufferize, inner):
     """Storages, and what is shown of them, may be no whole number of elements long."""
-    counter = CompileCounter(inner, bufferize=bufferize)
+    counter = CompileCounterWithBackend(aliasstorage.backend(inner, bufferize=bufferize))
     compiled = torch.compile(copies, backend=counter)
     with buffer_reports() as reports:
         for more, (n, m) in itertools.product((0, 3), LENGTHS[lengths]):
@@ -256,7 +257,7 @@ def test_storages_that_end_inside_an_element(lengths, carrier, bufferize, inner)
             assert torch.equal(want, got), (nbytes, n, m)
     assert all(report.reason is None for report in reports)
     if carrier == "plain":
-        assert counter.count <= 5, "more than one for each kind of length"
+        assert counter.frame_count <= 5, "more than one for each kind of length"
 
 
 def empty_parts(a, b):
