@@ -100,6 +100,16 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
     return func._can_decompose()
 
 
+def is_higher_order(target: Any) -> bool:
+    """Return whether a node's target is a higher-order operator."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def concrete_extent(extent: Any) -> int | None:
+    """Return an extent's value, or that of the call being compiled; None if only data tells."""
+    return extent if isinstance(extent, int) else extent.node.hint
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -193,6 +203,16 @@ def is_describing() -> bool:
 def is_faking_input() -> bool:
     """Return whether the caller's caller is asked for a fake wrapper that stands for an input."""
     return sys._getframe(3).f_code.co_name == "_empty_create_subclass"
+
+
+def backward_pass() -> int:
+    """Return a number for the backward pass that is running on this thread, -1 if none is."""
+    return torch._C._current_graph_task_id()
+
+
+def is_computed_again() -> bool:
+    """Return whether a node of a checkpointed region is being traced."""
+    return "recompute" in import_module("torch.fx.traceback").get_current_meta()
 
 
 def functional_value(tensor: FunctionalTensor) -> torch.Tensor:

@@ -22,7 +22,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
+from aliasstorage import tracing
 from aliasstorage._compat import pytree, run_eagerly
 from aliasstorage.ops import materialize
 from aliasstorage.tensor import AliasTensor
@@ -45,6 +47,20 @@ def overlapping_pair(
             if first.window.overlaps(second.window):
                 return first, second
     return None
+
+
+def tell_autograd(written: AliasTensor) -> None:
+    """Count a traced write as one of every window that shares bytes with the written one.
+
+    Note [Windows that are saved for a backward pass]
+    What a backward pass needs of a window, autograd saves as the window itself, and reads it later,
+    when its buffer may have been written through another one. Plain views share a version counter,
+    by which eager PyTorch sees that and raises an error; traced windows have one each. A write is
+    therefore counted in those of all windows over its bytes.
+    """
+    for other in tracing.other_windows(written):
+        if not (written._is_static and other._is_static) or written.window.overlaps(other.window):
+            increment_version(other)
 
 
 def call_on_copies(

@@ -18,7 +18,7 @@ from aliasstorage._compat import (
     return_and_correct_aliasing,
     run_eagerly,
 )
-from aliasstorage.arguments import call_on_copies, overlapping_pair
+from aliasstorage.arguments import call_on_copies, overlapping_pair, tell_autograd
 from aliasstorage.errors import GradientWriteError, MetadataMutationError, UnsupportedOpError
 from aliasstorage.higher_order import register_rules
 from aliasstorage.identities import (
@@ -124,6 +124,10 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         return _returned(info, args, kwargs, result)
     if func is torch.ops.aten.copy_.default and tracing.is_written_back(args):
         return args[0]
+    for written in _windows([argument.get(args, kwargs) for argument in info.mutated]):
+        if tracing.is_done_in_backward(written._buffer):
+            raise tracing.backward_write_error(func._schema.name)
+        tell_autograd(written)
     if torch.is_grad_enabled():
         _check_no_gradient(func, info, args, kwargs)
     if len(info.mutated) + len(args) + len(kwargs) > 1:
@@ -142,9 +146,9 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     outs = [(argument, argument.get(args, kwargs)) for argument in info.outs]
     outs = [(argument, out) for argument, out in outs if type(out) is AliasTensor]
     if func.namespace != "aten":
-        written = _windows([argument.get(args, kwargs) for argument in info.mutated])
-        if written and tracing.stays_a_byte_graph(written[0]._buffer):
-            return _returned(info, args, kwargs, call_on_copies(func, args, kwargs, written))
+        windows = _windows([argument.get(args, kwargs) for argument in info.mutated])
+        if windows and tracing.stays_a_byte_graph(windows[0]._buffer):
+            return _returned(info, args, kwargs, call_on_copies(func, args, kwargs, windows))
     typed_args, typed_kwargs = _map_typed(args), _map_typed(kwargs)
     if func in COPIES and type(target) is AliasTensor and may_end_inside_element(target):
         # See Note [Storages that end inside an element].
@@ -165,8 +169,8 @@ def _mutate(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         windows = _windows((args, tuple(kwargs.values())))
         if windows and tracing.stays_a_byte_graph(windows[0]._buffer):
             # See Note [A copy of a window must stay a copy].
-            written = _windows([argument.get(args, kwargs) for argument in info.mutated])
-            typed_args, typed_kwargs = typed_apart(args, written), typed_apart(kwargs, written)
+            targets = _windows([argument.get(args, kwargs) for argument in info.mutated])
+            typed_args, typed_kwargs = typed_apart(args, targets), typed_apart(kwargs, targets)
     eager_outs = [entry for entry in outs if not tracing.is_traced(entry[1]._buffer)]
     for argument, out in eager_outs:
         # torch would resize an out= tensor of another shape; let it resize a scratch tensor.

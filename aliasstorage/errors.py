@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "AliasStorageError",
     "BackendUnsupportedError",
+    "BackwardWriteError",
     "GradientWriteError",
     "InvalidWindowError",
     "LayoutError",
@@ -97,6 +98,10 @@ class RequiresGradError(AliasStorageError, RuntimeError):
 
 class GradientWriteError(AliasStorageError, RuntimeError):
     """A value that requires gradients was written into a window while autograd records."""
+
+
+class BackwardWriteError(AliasStorageError, RuntimeError):
+    """A compiled function writes a window in its backward pass."""
 
 
 class MixedAliasError(AliasStorageError, RuntimeError):

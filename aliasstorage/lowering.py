@@ -16,15 +16,17 @@ from aliasstorage.bufferize.recognize import byte_buffers
 from aliasstorage.bufferize.report import BufferReport
 from aliasstorage.bufferize.run import compile_bufferized
 from aliasstorage.calling import bind
+from aliasstorage.eager_aliasing import match_eager_aliasing
 from aliasstorage.errors import BackendUnsupportedError
 from aliasstorage.forms import AOT_EAGER, BACKEND_OPTIONS, Form, check_dtypes, form_of
 from aliasstorage.grouping import MergedStorage, find_storages, static_window
 from aliasstorage.guards import AliasGuard, lighten_window_guards
 from aliasstorage.higher_order import register_rules
 from aliasstorage.merge import make_window, merge
+from aliasstorage.mutations import written_inputs
 from aliasstorage.offsets import compiles_for_us
 from aliasstorage.slices import regenerate_by_slices
-from aliasstorage.tracing import for_own_backend
+from aliasstorage.tracing import backward_write_error, for_own_backend
 from aliasstorage.version import __version__
 from aliasstorage.window import Window, regenerate
 
@@ -62,6 +64,8 @@ def compile_graph(
     form = form_of(inner, options.get("form"))
     in_place = options.get("bufferize", True) and form in ("windows", "arrays")
     register_rules()
+    original = _unchanged_copy(module)
+    module = match_eager_aliasing(module)
     storages = find_storages(module.graph, example_inputs)
     roots = _named_windows(storages)
     check_dtypes(inner, (member.dtype for storage in storages for member in storage.members))
@@ -75,11 +79,11 @@ def compile_graph(
     ours = f"aliasstorage {__version__} {form} {in_place} {guard.pattern}"
     tag = f"{torch.compiler.config.cache_key_tag} {ours}"
     with torch.compiler.config.patch(cache_key_tag=tag):
-        original = _unchanged_copy(module)
         if not storages:
             return bind(compiler(module, example_inputs), original, guard, None)
         merged = merge(module, example_inputs, storages, _MAKE[form])
         if form in ("bytes", "slices"):
+            _refuse_writes_in_backward(module)
             _notify([], merged.module)
         compiled = compiler(merged.module, merged.example_inputs)
         return bind(compiled, original, guard, merged, longer=in_place)
@@ -128,6 +132,22 @@ def _alias_guard(
         if isinstance(storage.buffer_value.shape[0], int)
     }
     return AliasGuard(tensors, sources, symbolic, numbers, lengths)
+
+
+def _refuse_writes_in_backward(module: torch.fx.GraphModule) -> None:
+    """Refuse what other forms find out while they trace; here other compilers do.
+
+    See Note [Writes in a backward pass].
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        body = getattr(module, str(node.target), None)
+        if not isinstance(body, torch.fx.GraphModule):
+            continue
+        for user in node.users:
+            name = str(user.target)
+            is_backward = "autograd_function" in name and user.args[1:2] == (node,)
+            if (is_backward or "checkpoint" in name) and written_inputs(body.graph):
+                raise backward_write_error(name)
 
 
 def _unchanged_copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

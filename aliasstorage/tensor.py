@@ -124,6 +124,7 @@ class AliasTensor(torch.Tensor):
             requires_grad=False,
         )
         self._buffer, self._plain, self._window = buffer, None, None
+        tracing.register_window(buffer, self)
         return self
 
     @classmethod

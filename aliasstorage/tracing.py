@@ -27,14 +27,16 @@ import torch
 from aliasstorage._compat import (
     FakeTensor,
     FunctionalTensor,
+    backward_pass,
     current_functional_mode,
     fake_tensors_sharing_storage,
     functional_value,
+    is_computed_again,
     is_proxy_tracing,
     run_eagerly,
     storage_key,
 )
-from aliasstorage.errors import MixedAliasError
+from aliasstorage.errors import BackwardWriteError, MixedAliasError
 
 
 def is_traced(buffer: torch.Tensor) -> bool:
@@ -74,6 +76,53 @@ def canonical_buffer(buffer: torch.Tensor) -> torch.Tensor:
         _refuse_mixed_inputs(fake)
         entry = buffers[id(fake)] = _FunctionalBuffer(fake, buffer)
     return entry.functional
+
+
+def register_window(buffer: torch.Tensor, window: torch.Tensor) -> None:
+    """Remember a window of a functional buffer, and in which backward pass the first was made.
+
+    See `is_done_in_backward` and Note [Windows that are saved for a backward pass].
+    """
+    if not isinstance(buffer, FunctionalTensor):
+        return
+    if not hasattr(buffer, "_windows"):
+        buffer._windows = []  # type: ignore[attr-defined]
+        buffer._made_in_pass = backward_pass()  # type: ignore[attr-defined]
+    buffer._windows.append(weakref.ref(window))  # type: ignore[attr-defined]
+
+
+def other_windows(window: Any) -> list[Any]:
+    """Return the live windows of a traced window's functional buffer, without itself."""
+    found = [alive() for alive in getattr(window._buffer, "_windows", ())]
+    return [other for other in found if other is not None and other is not window]
+
+
+def is_done_in_backward(buffer: torch.Tensor) -> bool:
+    """Return whether what is traced of a buffer belongs to the backward pass, or does so as well.
+
+    Note [Writes in a backward pass]
+    What a backward pass writes to an input, AOTAutograd computes in the joint graph from what the
+    forward pass left there. The partitioner may do that in the forward pass, and the backward pass
+    then copies the result into the whole input: into the whole storage, for windows. Whatever was
+    written between the two passes is lost. Such graphs are refused when they are traced.
+    So are writes of a checkpointed region: eager PyTorch does them once more when it computes the
+    region again, and a compiled function only once.
+    A function may also be compiled while a backward pass runs, so it is not enough that one runs.
+    """
+    made_in = getattr(buffer, "_made_in_pass", None)
+    return made_in is not None and (made_in != backward_pass() or is_computed_again())
+
+
+def backward_write_error(which: str) -> BackwardWriteError:
+    """Return the error for a function that writes a window in its backward pass."""
+    return BackwardWriteError(
+        "A compiled function writes a window in its backward pass.",
+        which=which,
+        expected="windows that are written in the forward pass only",
+        got="a write in the backward pass, which AOTAutograd does as a copy of the whole storage",
+        do="Write in the forward pass, or keep the function out of the graph with "
+        "torch.compiler.disable.",
+    )
 
 
 def is_written_back(args: tuple[Any, ...]) -> bool:

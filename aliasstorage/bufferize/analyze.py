@@ -26,6 +26,7 @@ from aliasstorage.bufferize.recognize import (
     ReadNode,
     WriteNode,
     may_alias_argument,
+    may_become_argument,
     uses,
 )
 from aliasstorage.bufferize.symbolic import AnyWindow
@@ -247,6 +248,11 @@ class Analysis:
             # A use through a view counts twice: it is not just the destination of a write.
             direct = _count_argument(user, read.node)
             times_used[position] = times_used.get(position, 0) + (direct or 2)
+        if read.user is None:
+            # See Note [Copies that a compiler may drop].
+            for user in uses(read.node, may_become_argument):
+                if user is not own_scatter:
+                    times_used.setdefault(self.order[moved.get(user, user)], 2)
         return Read(
             read.version,
             read.window,

@@ -212,6 +212,44 @@ def may_alias_argument(node: torch.fx.Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
+# Operations that Inductor replaces by their argument where they leave it as it is, by
+# ``noop_registry`` in torch/_inductor/fx_passes/post_grad.py.
+NO_OPS = frozenset(
+    {
+        aten._to_copy.default,
+        aten.cat.default,
+        aten.ceil.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.copy.default,
+        aten.floor.default,
+        aten.pow.Scalar,
+        aten.pow.Tensor_Scalar,
+        aten.pow.Tensor_Tensor,
+        aten.repeat.default,
+        aten.round.decimals,
+        aten.round.default,
+        aten.slice_scatter.default,
+        aten.trunc.default,
+        torch.ops.prims.convert_element_type.default,
+        torch.ops.prims.device_put.default,
+    }
+)
+
+
+def may_become_argument(node: torch.fx.Node) -> bool:
+    """Return whether a compiler may take a node's value for its argument's memory.
+
+    Note [Copies that a compiler may drop]
+    ``x = w.clone(); w.add_(1); return x * 2`` needs the old values of ``w``, and has them in ``x``.
+    Inductor drops the clone as a no-op, since it assumes that a graph writes only at its end; then
+    ``x`` is ``w``, and the product is that of the new values (torch 2.15). What is computed of
+    such a value is therefore a use of the window itself: if the window is written before it, the
+    plan makes a copy that no compiler drops.
+    """
+    return may_alias_argument(node) or node.target in NO_OPS
+
+
 def uses(
     node: torch.fx.Node, is_view: Callable[[torch.fx.Node], bool] = may_alias_argument
 ) -> Iterator[torch.fx.Node]:

@@ -24,7 +24,11 @@ from aliasstorage.bufferize.recognize import (
     uses,
 )
 from aliasstorage.bufferize.report import BufferReport
-from aliasstorage.bufferize.simplify import drop_self_writes, eliminate_dead_code
+from aliasstorage.bufferize.simplify import (
+    drop_copies_of_copies,
+    drop_self_writes,
+    eliminate_dead_code,
+)
 from aliasstorage.bufferize.symbolic import symbol_sources
 from aliasstorage.bufferize.triton_kernels import written_arguments
 from aliasstorage.bufferize.views import with_typed_views
@@ -58,6 +62,7 @@ def bufferize(
         inputs, report = BufferEmitter(graph, analysis, preferred_roots).emit()
         typed += inputs
         reports.append(report)
+        drop_copies_of_copies(graph)
         eliminate_dead_code(graph)
     return typed, reports
 
@@ -82,7 +87,8 @@ def keep_copies(graph: torch.fx.Graph) -> None:
     """Make copies of windows copies that no pass drops, in a graph that stays a byte graph.
 
     Clones are made such copies. Other operations that leave a window as it is may have been
-    dropped before, and then the graph returns a view of a buffer that it wrote: it is copied.
+    dropped before, and then the graph returns a view of a buffer that it wrote: it is copied. So is
+    a view that is saved for a backward pass: on Inductor it would not be seen to be overwritten.
     See Note [A copy of a window must stay a copy]. Functionalized calls get copies to write: see
     Note [Custom operations get copies on byte graphs].
     """
@@ -99,7 +105,7 @@ def keep_copies(graph: torch.fx.Graph) -> None:
             users = list(uses(version, _may_become_alias))
             views = {user for user in users if _may_become_alias(user)}
             for user in users:
-                if user in outputs and version is not buffer and user in views:
+                if user in outputs and user in views:
                     graph.output_node().replace_input_with(user, _copy_of(user))
                 for written in (*written_bases(user), *written_arguments(user).values()):
                     if written in views:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from aliasstorage import ops
+
 aten = torch.ops.aten
 
 
@@ -42,6 +44,21 @@ def _reads(value: torch.fx.Node, version: torch.fx.Node, window: tuple[Any, ...]
     if value.target is not aten.as_strided.default:
         return False
     return value.args[0] is version and tuple(value.args[1:]) == tuple(window)
+
+
+def drop_copies_of_copies(graph: torch.fx.Graph) -> None:
+    """Erase clones of values that were copied for them alone.
+
+    ``w.clone()`` is copied once more where a compiler may drop the clone; see Note [Copies that a
+    compiler may drop].
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        copy = node.args[0]
+        if copy.target is not ops.materialize or len(copy.users) != 1:
+            continue
+        if node.meta["val"].stride() == copy.meta["val"].stride():
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
 
 
 def eliminate_dead_code(graph: torch.fx.Graph) -> None:
