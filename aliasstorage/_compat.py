@@ -17,6 +17,9 @@ import torch
 # The containers that higher-order operators are given, those of fx among them.
 import torch.utils._pytree as pytree
 
+# What makes operations on symbolic sizes run outside a trace, as Dynamo does.
+from torch._dispatch.python import enable_python_dispatcher
+
 # What the compilation in progress knows: its fake mode, its guards.
 from torch._guards import Guard, TracingContext
 
@@ -83,6 +86,7 @@ __all__ = [
     "OpOverload",
     "TracingContext",
     "disable_current_modes",
+    "enable_python_dispatcher",
     "pytree",
     "return_and_correct_aliasing",
     *_ON_FIRST_USE,

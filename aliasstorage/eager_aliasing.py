@@ -23,6 +23,7 @@ from aliasstorage._compat import (
     OpOverload,
     concrete_extent,
     disable_current_modes,
+    enable_python_dispatcher,
     is_higher_order,
 )
 from aliasstorage.grouping import value_storage
@@ -197,5 +198,5 @@ def _infer_again(node: torch.fx.Node) -> None:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value_of)
     call = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
     value: Any = node.meta["example_value"]
-    with getattr(value, "_buffer", value).fake_mode:
+    with getattr(value, "_buffer", value).fake_mode, enable_python_dispatcher():
         node.meta["example_value"] = call(*args, **kwargs)  # type: ignore[operator]
