@@ -1,7 +1,7 @@
 """The only file that imports private torch names.
 
-Beside each name stands what it is for; all of them exist in torch 2.13.0 and 2.14.1, and
-`tests/test_compat.py` fails first when a release moves one.
+Beside each name stands what it is for. `_requirements` lists all of them, and looks them up when
+this file is imported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from aliasstorage._requirements import check_torch
+
+check_torch()  # before the imports below, of which each would fail by itself
 
 # The containers that higher-order operators are given, those of fx among them.
 import torch.utils._pytree as pytree

@@ -12,6 +12,7 @@ __all__ = [
     "BackendUnsupportedError",
     "BackwardWriteError",
     "GradientWriteError",
+    "IncompatibleTorchError",
     "InvalidWindowError",
     "LayoutError",
     "MetadataMutationError",
@@ -62,6 +63,10 @@ class AliasStorageError(Exception):
 
 def _rebuild(cls: type[AliasStorageError], what: str, fields: dict[str, str]) -> AliasStorageError:
     return cls(what, **fields)
+
+
+class IncompatibleTorchError(AliasStorageError, ImportError):
+    """A release of torch without the private names that this library uses."""
 
 
 class InvalidWindowError(AliasStorageError, ValueError):

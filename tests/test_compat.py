@@ -1,6 +1,9 @@
 """Private torch names: all there, and only in one file."""
 
 import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,9 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 from torch.profiler import profile
 
-from aliasstorage import _compat
+from aliasstorage import _compat, doctor
+from aliasstorage._requirements import NEEDED, Need, check_torch, missing_names
+from aliasstorage.errors import IncompatibleTorchError
 
 PACKAGE = Path(_compat.__file__).parent
 
@@ -16,6 +21,59 @@ PACKAGE = Path(_compat.__file__).parent
 @pytest.mark.parametrize("name", _compat.__all__)
 def test_every_private_name_exists(name):
     assert getattr(_compat, name) is not None
+
+
+def test_what_is_needed_is_there_whether_torch_imported_it_or_not():
+    script = (
+        "from aliasstorage import _requirements as r; import sys\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+        "print(r.missing_names(), r.missing_names((r.Need('_inductor.ir', 'Moved'), "
+        "r.Need('_inductor.compile_fx', 'compile_fx', ('model_', 'renamed')))))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.strip() == (
+        "[] ['torch._inductor.ir has no Moved', "
+        "'torch._inductor.compile_fx.compile_fx has no parameter renamed']"
+    ), result.stderr
+    assert not missing_names()
+
+
+def test_a_torch_without_a_name_is_told_of_by_one_error_that_lists_all():
+    needed = (Need("_guards", "Guard", ("moved",)), Need("_inductor.ir", "Renamed"), *NEEDED)
+    with pytest.raises(IncompatibleTorchError) as caught:
+        check_torch(needed)
+    assert "torch._guards.Guard has no parameter moved" in str(caught.value)
+    assert "torch._inductor.ir has no Renamed" in str(caught.value)
+    with pytest.raises(IncompatibleTorchError, match="an older release"):
+        check_torch(version="2.12.1")
+
+
+def test_a_newer_torch_is_warned_of_once():
+    with pytest.warns(UserWarning, match=r"this is 2\.99\.0.*aliasstorage\.doctor") as warned:
+        check_torch(version="2.99.0")
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_torch(version="2.15.0+cpu")
+
+
+def test_every_private_name_of_compat_is_checked():
+    """The imports of `_compat` and its attributes of modules, against what is looked up."""
+    text = (PACKAGE / "_compat.py").read_text()
+    used = set(re.findall(r"torch\._C\.(_\w+)", text))
+    for names in re.findall(r"^from torch\.[\w.]*_[\w.]* import (.+)$", text, re.M):
+        used.update(name.split(" as ")[0].strip() for name in names.split(","))
+    used.update(_compat._ON_FIRST_USE)
+    optional = {"_tensors_data_ptrs_at_indices_equal"}
+    known = {part for need in NEEDED for part in need.name.split(".")}
+    assert used - known - optional == set()
+
+
+def test_the_doctor_finds_nothing_wrong(capsys):
+    assert doctor.main() == 0
+    report = capsys.readouterr().out
+    assert f"{torch.__version__}, tested" in report
+    assert report.count("the two-dtype example is right") == 2
 
 
 def test_only_compat_imports_private_names():
