@@ -1,7 +1,8 @@
-# make demo: the main job, right and fast. make test: every check. Both make .venv first.
+# make demo: the main job, right and fast. make test: every feature, in minutes. Both make .venv first.
 #
-#   make test TORCH=2.14.1     the same with another torch release
-#   make test-slow             the rest of the Inductor matrix, and the long fuzz
+#   make test TORCH=2.15.0     the same with another torch release
+#   make test-all              the whole matrix
+#   make test-slow             the long fuzz, and the sweep over all operations of torch
 #   make fuzz COUNT=2000 SEED=1
 #   make test-backends         other backends and devices; what is not installable here is skipped
 #   make bench                 benchmarks, a few minutes; DEVICE=cuda where there is one
@@ -17,19 +18,27 @@ VENV := .venv-$(TORCH)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint test-slow test-backends docs fuzz bench bench-full clean
+PIP := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-all lint test-slow test-backends docs fuzz bench bench-full clean
 
 # torch is pinned and installed first, so that nothing else can pull another build of it.
 $(READY): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" "setuptools>=77"
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,bench,lint]"
-	touch $@
+	@rm -f $(VENV)/install.log
+	@$(PYTHON) -m venv $(VENV)
+	@.ci/quietly $(VENV)/install.log "Installing torch $(TORCH) into $(VENV)" \
+	    $(RUN) $(PIP) "torch==$(TORCH)" "setuptools>=77"
+	@.ci/quietly $(VENV)/install.log "Installing aliasstorage and what its checks need" \
+	    $(RUN) $(PIP) --no-build-isolation -e ".[test,bench,lint]"
+	@touch $@
 
 demo: $(READY)
-	$(RUN) -m benchmarks.demo
+	@$(RUN) -m benchmarks.demo
 
 test: $(READY) lint
+	$(RUN) -m pytest -n $(WORKERS) -m "not matrix and not slow"
+
+test-all: $(READY) lint
 	$(RUN) -m pytest -n $(WORKERS)
 
 lint: $(READY)
@@ -42,13 +51,16 @@ test-slow: $(READY)
 
 # An environment of its own, for torch 2.13.0, which these packages are built for.
 .venv-backends/.ready: pyproject.toml
-	$(PYTHON) -m venv .venv-backends
-	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "setuptools>=77"
-	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,backends]"
-	touch $@
+	@rm -f .venv-backends/install.log
+	@$(PYTHON) -m venv .venv-backends
+	@.ci/quietly .venv-backends/install.log "Installing torch 2.13.0 into .venv-backends" \
+	    .venv-backends/bin/python $(PIP) "torch==2.13.0" "setuptools>=77"
+	@.ci/quietly .venv-backends/install.log "Installing other backends" \
+	    .venv-backends/bin/python $(PIP) --no-build-isolation -e ".[test,backends]"
+	@touch $@
 
 test-backends: .venv-backends/.ready
-	.venv-backends/bin/python -m pytest -n $(WORKERS) tests/test_backends.py
+	.venv-backends/bin/python -m pytest -n $(WORKERS) tests/compilation/test_other_backends.py
 
 # The pages are read from the source by a static parser, so this needs no torch.
 .venv-docs/.ready: pyproject.toml

@@ -1,17 +1,19 @@
 """Typed windows over one traceable byte buffer: mixed-dtype caches under `torch.compile`."""
 
-from aliasstorage import dispatch as _dispatch  # noqa: F401  (does the operations of AliasTensor)
 from aliasstorage import errors, layouts
-from aliasstorage.backend import backend
-from aliasstorage.consolidate import consolidate_
+from aliasstorage.caches.byte_storage import ByteStorage
+from aliasstorage.caches.consolidate import consolidate_
+from aliasstorage.caches.wrap import unwrap, unwrap_module_, wrap, wrap_module_
+from aliasstorage.compilation.backend import backend
 from aliasstorage.errors import AliasStorageError
 from aliasstorage.explain import Explanation, explain
 from aliasstorage.recorder import RecordedGraph, Recorder
-from aliasstorage.storage import ByteStorage
-from aliasstorage.tensor import AliasTensor
-from aliasstorage.tree import unwrap, unwrap_module_, wrap, wrap_module_
+from aliasstorage.subclass import (
+    dispatch as _dispatch,  # noqa: F401  (does the operations of AliasTensor)
+)
+from aliasstorage.subclass.alias_tensor import AliasTensor
 from aliasstorage.version import __version__
-from aliasstorage.window import Window
+from aliasstorage.windows.window import Window
 
 __all__ = [
     # Values

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from aliasstorage.backend import backend
 from aliasstorage.bufferize.report import BufferReport
-from aliasstorage.bufferize.symbolic import AnyWindow
-from aliasstorage.window import Window
+from aliasstorage.bufferize.symbolic_windows import AnyWindow
+from aliasstorage.compilation.backend import backend
+from aliasstorage.windows.window import Window
 
 
 @dataclass
@@ -90,7 +90,7 @@ def explain(
     """
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
-        from aliasstorage.lowering import listening
+        from aliasstorage.compilation.graph_listeners import listening
 
         explanation = Explanation()
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from aliasstorage.backend import CompilerFn, aliasstorage_backend
 from aliasstorage.bufferize.report import BufferReport
+from aliasstorage.compilation.backend import CompilerFn, aliasstorage_backend
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Recorder:
         self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile a Dynamo graph, and keep what the inner backend is handed."""
-        from aliasstorage.lowering import listening
+        from aliasstorage.compilation.graph_listeners import listening
 
         with listening(self._listen):
             return aliasstorage_backend(module, example_inputs, options=self._options, **kwargs)

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 
-from aliasstorage.backend import backend
-from aliasstorage.overlap import overlaps
-from aliasstorage.window import Window
+from aliasstorage.compilation.backend import backend
+from aliasstorage.windows.overlap import overlaps
+from aliasstorage.windows.window import Window
 
 Verdict = Literal["right", "differs", "unsupported", "crashed"]
 

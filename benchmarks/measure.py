@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -15,6 +16,8 @@ from tqdm import tqdm
 
 import aliasstorage
 from benchmarks.cases import DEVICE, Case, Variant
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -87,7 +90,7 @@ def measure(case: Case, rounds: int = 9, seconds: float = 0.1) -> Measured:
     want: Any = None
     title = f"{case.name}, {case.size}"
     with torch.no_grad():
-        for variant in tqdm(variants, f"{title}: compiling", leave=False):
+        for variant in progress(variants, f"{title}: compiling", [v.name for v in variants]):
             result, value = first_call(variant)
             measured.results.append(result)
             if value is None:
@@ -105,7 +108,7 @@ def measure(case: Case, rounds: int = 9, seconds: float = 0.1) -> Measured:
             for name, timer in timers.items()
         }
         times: dict[str, list[Measurement]] = {name: [] for name in timers}
-        for _ in tqdm(range(rounds), title, leave=False):
+        for _ in progress(range(rounds), title):
             for name, timer in timers.items():
                 times[name].append(timer.timeit(calls[name]))
     against = times.get(measured.baseline)
@@ -118,6 +121,25 @@ def measure(case: Case, rounds: int = 9, seconds: float = 0.1) -> Measured:
             pairs = zip(mine, against, strict=True)
             result.ratio, result.ratio_spread = middle(a.median / b.median for a, b in pairs)
     return measured
+
+
+def progress(items: Iterable[Item], title: str, names: Sequence[str] = ()) -> Iterator[Item]:
+    """Yield items behind a bar whose clock goes on while one of them takes long."""
+    done = threading.Event()
+    with tqdm(items, title, leave=False) as bar:
+
+        def tick() -> None:
+            while not done.wait(2):
+                bar.refresh()
+
+        threading.Thread(target=tick, daemon=True).start()
+        try:
+            for number, item in enumerate(bar):
+                if names:
+                    bar.set_postfix_str(names[number])
+                yield item
+        finally:
+            done.set()
 
 
 def middle(values: Iterable[float]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import aliasstorage
 from aliasstorage import Window
-from tests.oracle import as_tuple, assert_buffers, assert_results, relations, scribble
+from tests.support.oracle import as_tuple, assert_buffers, assert_results, relations, scribble
 
 BYTES = 192
 DTYPES = [
@@ -218,7 +218,7 @@ class Program:
         ]
         if not self.in_place:
             # Eager mode makes 1 of an odd bool in some of its copies, and a byte graph in others.
-            # What neither writes is compared in tests/test_exact_bytes.py.
+            # What neither writes is compared in tests/subclass/test_exact_writes.py.
             for window, storage in zip(self.windows, self.storages, strict=True):
                 if window.dtype == torch.bool:
                     buffers[storage].bitwise_and_(1)

@@ -14,9 +14,9 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import aliasstorage
 from aliasstorage import ByteStorage, Window, errors, layouts, wrap
+from aliasstorage.compilation.slice_regeneration import regenerate_by_slices
 from aliasstorage.layouts import HybridGeometry, ascend, field, packed, repeated
-from aliasstorage.slices import regenerate_by_slices
-from tests.triton_stand_in import as_triton, write_token
+from tests.support.triton_stand_in import as_triton, write_token
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 PACKAGE = Path(aliasstorage.__file__).parent

@@ -15,7 +15,7 @@ import torch.fx
 
 from aliasstorage._compat import OpOverload
 from aliasstorage.bufferize.custom_ops import MutatingCall, mutating_call
-from aliasstorage.bufferize.elementwise import (
+from aliasstorage.bufferize.fusion_hazards import (
     is_opaque_write,
     reads_elementwise,
     writes_where_data_tells,
@@ -29,9 +29,9 @@ from aliasstorage.bufferize.recognize import (
     may_become_argument,
     uses,
 )
-from aliasstorage.bufferize.symbolic import AnyWindow
+from aliasstorage.bufferize.symbolic_windows import AnyWindow
 from aliasstorage.bufferize.triton_kernels import TritonCall, triton_call
-from aliasstorage.window import Window
+from aliasstorage.windows.window import Window
 
 aten = torch.ops.aten
 

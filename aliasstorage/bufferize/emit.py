@@ -14,8 +14,8 @@ from aliasstorage.bufferize.analyze import Analysis, scatter_chain
 from aliasstorage.bufferize.plan import Copy, slice_of
 from aliasstorage.bufferize.recognize import WriteNode
 from aliasstorage.bufferize.report import BufferReport, WriteReport
-from aliasstorage.bufferize.symbolic import AnyWindow, SymbolicWindow
-from aliasstorage.window import Window, reach
+from aliasstorage.bufferize.symbolic_windows import AnyWindow, SymbolicWindow
+from aliasstorage.windows.window import Window, reach
 
 aten = torch.ops.aten
 

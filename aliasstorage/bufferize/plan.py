@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from aliasstorage.bufferize.symbolic import AnyWindow, SymbolicWindow, footprint
-from aliasstorage.overlap import alias_classes
-from aliasstorage.overlap import overlaps as windows_overlap
-from aliasstorage.window import Window
+from aliasstorage.bufferize.symbolic_windows import AnyWindow, SymbolicWindow, footprint
+from aliasstorage.windows.overlap import alias_classes
+from aliasstorage.windows.overlap import overlaps as windows_overlap
+from aliasstorage.windows.window import Window
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.fx
 
 from aliasstorage._compat import expression
-from aliasstorage.bufferize.symbolic import (
+from aliasstorage.bufferize.symbolic_windows import (
     AnyWindow,
     SymbolicWindow,
     reinterpret,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aliasstorage.bufferize.symbolic import AnyWindow
+from aliasstorage.bufferize.symbolic_windows import AnyWindow
 
 
 @dataclass

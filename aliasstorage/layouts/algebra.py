@@ -13,10 +13,10 @@ from math import prod
 
 import torch
 
+from aliasstorage.caches.byte_storage import ByteStorage
 from aliasstorage.errors import LayoutError, MisalignedWindowError
-from aliasstorage.storage import ByteStorage
-from aliasstorage.tensor import AliasTensor
-from aliasstorage.window import Window
+from aliasstorage.subclass.alias_tensor import AliasTensor
+from aliasstorage.windows.window import Window
 
 
 @dataclass(frozen=True)
