@@ -113,14 +113,9 @@ def test_no_import_goes_backwards():
 def test_no_two_files_import_each_other():
     imports = {}
     for path in PACKAGE.rglob("*.py"):
-        name = ".".join(("aliasstorage", *path.relative_to(PACKAGE).with_suffix("").parts))
-        found = re.findall(r"^from (aliasstorage[\w.]*) import (.+)$", path.read_text(), re.M)
-        imports[name] = {
-            module
-            if f"{module}.{names.split()[0].strip('(,')}" not in imports
-            else f"{module}.{names}"
-            for module, names in found
-        }
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        text = path.read_text()
+        imports[name] = set(re.findall(r"^from aliasstorage\.([\w.]+) import", text, re.M))
     for name, imported in imports.items():
         for other in imported:
             assert name not in imports.get(other, ()), f"{name} and {other} import each other"

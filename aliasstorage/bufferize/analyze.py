@@ -7,7 +7,7 @@ computed first and then copied into the window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from aliasstorage.bufferize.fusion_hazards import (
     reads_elementwise,
     writes_where_data_tells,
 )
-from aliasstorage.bufferize.plan import Plan, Read, Write, overlaps, plan
+from aliasstorage.bufferize.plan import Copy, Plan, Read, Write, hazard, overlaps, plan
 from aliasstorage.bufferize.recognize import (
     BufferAccesses,
     ReadNode,
@@ -90,8 +90,9 @@ class Analysis:
         self._require_whole_calls()
         self.kept_by = self._find_masked_writes()
         self.reads = [*accesses.reads, *self._find_left_in_memory()]
-        self.planned_reads = self._describe_reads()
-        planned_writes = [
+        self._described_without_no_ops = self._describe_reads(may_alias_argument)
+        self.planned_reads = self._describe_reads(may_become_argument)
+        self._writes = [
             Write(
                 w.version,
                 w.window,
@@ -101,7 +102,14 @@ class Analysis:
             )
             for w in accesses.writes
         ]
-        self.plan: Plan = plan(self.planned_reads, planned_writes, preferred_roots)
+        self.plan: Plan = plan(self.planned_reads, self._writes, preferred_roots)
+
+    def is_own_copy(self, copy: Copy) -> bool:
+        """Return whether the program itself makes a copy, which must not be dropped.
+
+        See Note [Copies that a compiler may drop].
+        """
+        return hazard(copy.read, self._described_without_no_ops[copy.read], self._writes) is None
 
     def position(self, write: WriteNode) -> int:
         """Return where a write happens: at its scatter, or at the call that does it."""
@@ -211,7 +219,7 @@ class Analysis:
         """Return the write that left a value in memory."""
         return next(w for w in self.accesses.writes if w.version == read.version)
 
-    def _describe_reads(self) -> list[Read]:
+    def _describe_reads(self, is_view: Callable[[torch.fx.Node], bool]) -> list[Read]:
         # An in-place operation happens at its scatter, whatever its functional form's place.
         moved = {w.value: w.node for w in self.accesses.writes if w.node in self.in_place}
         ends = {node for w in self.accesses.writes for node in scatter_chain(w)}
@@ -223,7 +231,8 @@ class Analysis:
             for base in call.windows.values():
                 targets.setdefault(base, set()).add(self.order[node])
         return [
-            self._describe(read, moved, targets.get(read.node, set()), ends) for read in self.reads
+            self._describe(read, moved, targets.get(read.node, set()), ends, is_view)
+            for read in self.reads
         ]
 
     def _describe(
@@ -232,6 +241,7 @@ class Analysis:
         moved: dict[torch.fx.Node, torch.fx.Node],
         targets: set[int],
         ends: set[torch.fx.Node],
+        is_view: Callable[[torch.fx.Node], bool],
     ) -> Read:
         left = read in self.left_in_memory
         own_scatter = self.write_of(read).node if left else None
@@ -250,7 +260,7 @@ class Analysis:
             times_used[position] = times_used.get(position, 0) + (direct or 2)
         if read.user is None:
             # See Note [Copies that a compiler may drop].
-            for user in uses(read.node, may_become_argument):
+            for user in uses(read.node, is_view):
                 if user is not own_scatter:
                     times_used.setdefault(self.order[moved.get(user, user)], 2)
         return Read(

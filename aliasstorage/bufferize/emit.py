@@ -101,7 +101,8 @@ class BufferEmitter:
                 anchor = anchor.next  # after the write that leaves the value
             with self.graph.inserting_before(anchor):
                 self.copy_of[copy.read] = self._call(ops.materialize, self._typed(read.window))
-            self.report.copies.append((read.window, self._reason(copy)))
+            if not self.analysis.is_own_copy(copy):
+                self.report.copies.append((read.window, self._reason(copy)))
 
     def _reason(self, copy: Copy) -> str:
         if copy.overwritten_by is None:

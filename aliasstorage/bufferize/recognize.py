@@ -247,7 +247,19 @@ def may_become_argument(node: torch.fx.Node) -> bool:
     such a value is therefore a use of the window itself: if the window is written before it, the
     plan makes a copy that no compiler drops.
     """
-    return may_alias_argument(node) or node.target in NO_OPS
+    if node.target not in NO_OPS:
+        return may_alias_argument(node)
+    value = node.meta["val"]
+    return any(_same_layout(value, source.meta.get("val")) for source in node.all_input_nodes)
+
+
+def _same_layout(a: torch.Tensor, b: Any) -> bool:
+    return (
+        isinstance(b, torch.Tensor)
+        and a.dtype == b.dtype
+        and list(map(expression, a.shape)) == list(map(expression, b.shape))
+        and list(map(expression, a.stride())) == list(map(expression, b.stride()))
+    )
 
 
 def uses(
