@@ -113,6 +113,11 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def is_functorch_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of a transform such as vmap, which has no storage."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def concrete_extent(extent: Any) -> int | None:
     """Return an extent's value, or that of the call being compiled; None if only data tells."""
     return extent if isinstance(extent, int) else extent.node.hint

@@ -49,6 +49,7 @@ NEEDED = (
     Need("_C", "_dynamo.eval_frame.set_code_exec_strategy"),
     Need("_C", "_dynamo.eval_frame._FrameAction.SKIP"),
     Need("_C", "_dynamo.eval_frame._FrameExecStrategy"),
+    Need("_C", "_functorch.is_functorch_wrapped_tensor"),
     Need("_C", "_get_dispatch_mode"),
     Need("_C", "_storage_address"),
     Need("_dispatch.python", "enable_python_dispatcher"),

@@ -14,6 +14,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import aliasstorage
 from aliasstorage import ByteStorage, Window, errors, layouts, wrap
+from aliasstorage._requirements import Need, check_torch
 from aliasstorage.compilation.slice_regeneration import regenerate_by_slices
 from aliasstorage.layouts import HybridGeometry, ascend, field, packed, repeated
 from tests.support.triton_stand_in import as_triton, write_token
@@ -85,6 +86,23 @@ def window_that_moves():
         storage = ByteStorage.zeros(rows * 8)
         first = storage.window(torch.int32, (rows,))
         step(first, storage.window(torch.float32, (rows,), byte_offset=4 * rows))
+
+
+class DoublesLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.state = state
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.state.mul_(2)
+        return gradient, None
+
+
+def written_in_backward():
+    x = torch.ones(4, requires_grad=True)
+    compiled(lambda x, a, b: DoublesLater.apply(x, a) + b[0], x, *views(), inner="aot_eager")
 
 
 CONV = field("conv", torch.bfloat16, (9,))
@@ -170,6 +188,8 @@ REFUSALS = {
     "another backend for a window that moves": window_that_moves,
     "export of a window": lambda: exported(Passes(), window()),
     "export of a constant": lambda: exported(Holder(storage=ByteStorage.zeros(16)), torch.zeros(4)),
+    "a write in backward": written_in_backward,
+    "another torch": lambda: check_torch((Need("_guards", "Moved"),), version="2.99.0"),
 }
 
 

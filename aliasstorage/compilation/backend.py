@@ -19,7 +19,8 @@ def backend(inner: str | CompilerFn = "inductor", **options: Any) -> CompilerFn:
         options: ``form`` is what ``inner`` is given: "windows", "bytes", "slices" or "arrays", see
             `lowering_forms`; ``bufferize=False`` keeps the byte graph as it is;
             ``decompositions`` is the table that AOTAutograd takes operations apart with, in the
-            forms "windows" and "arrays". All other options are Inductor's, and need ``inner="inductor"``.
+            forms "windows" and "arrays". All other options are Inductor's, and need
+            ``inner="inductor"``.
 
     Raises:
         BackendUnsupportedError: An option that the inner backend does not take.

@@ -24,6 +24,7 @@ from aliasstorage._compat import (
     concrete_extent,
     disable_current_modes,
     enable_python_dispatcher,
+    is_functorch_tensor,
     is_higher_order,
 )
 from aliasstorage.compilation.input_storages import value_storage
@@ -77,6 +78,7 @@ def _possible_aliases(node: torch.fx.Node) -> list[torch.fx.Node]:
 def _is_plain_result(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
+        and not is_functorch_tensor(value)
         and value.layout == torch.strided
         and not (value.is_quantized or value.is_nested or value.is_conj() or value.is_neg())
     )
