@@ -1,4 +1,8 @@
-"""Every test starts from nothing: no compiled code, and a compile cache of its own."""
+"""Every test starts from nothing: no compiled code, and a compile cache of its own.
+
+A test with several parameters runs for all combinations in ``make test-all``. In ``make test`` it runs
+for as few as have each value of each parameter once; the others are marked ``matrix`` here.
+"""
 
 import pytest
 import torch
@@ -28,3 +32,26 @@ def compiler_threads():
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select
+def pytest_collection_modifyitems(items):
+    by_function = {}
+    for item in items:
+        if len(getattr(getattr(item, "callspec", None), "params", ())) > 1:
+            by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for group in by_function.values():
+        missing = set().union(*map(values_of, group))
+        rest = list(group)
+        while missing:
+            # The last of those with most missing values, since the first values are the plainest.
+            chosen = max(reversed(rest), key=lambda item: len(values_of(item) & missing))
+            missing -= values_of(chosen)
+            rest.remove(chosen)
+        for item in rest:
+            item.add_marker(pytest.mark.matrix)
+
+
+def values_of(item):
+    """Return the parameters of a test's run, each with the position of its value."""
+    return set(item.callspec.indices.items())
