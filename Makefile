@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint test-slow test-backends docs fuzz bench bench-full clean
+.PHONY: demo test test-all test-matrix lint test-slow test-backends docs fuzz bench bench-full clean
 
 # torch is pinned and installed first, so that nothing else can pull another build of it.
 $(READY): pyproject.toml
@@ -38,8 +38,11 @@ demo: $(READY)
 test: $(READY) lint
 	$(RUN) -m pytest -n $(WORKERS) -m "not matrix and not slow"
 
-test-all: $(READY) lint
-	$(RUN) -m pytest -n $(WORKERS)
+# What make test leaves out.
+test-matrix: $(READY)
+	$(RUN) -m pytest -n $(WORKERS) -m "matrix and not slow"
+
+test-all: test test-backends test-matrix
 
 lint: $(READY)
 	$(RUN) -m ruff check .
