@@ -53,5 +53,6 @@ def pytest_collection_modifyitems(items):
 
 
 def values_of(item):
-    """Return the parameters of a test's run, each with the position of its value."""
-    return set(item.callspec.indices.items())
+    """Return the parameters of a test's run, each with its value's name."""
+    params = item.callspec.params
+    return {(name, str(getattr(value, "name", value))) for name, value in params.items()}
