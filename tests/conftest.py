@@ -41,8 +41,8 @@ def pytest_collection_modifyitems(items):
         if len(getattr(getattr(item, "callspec", None), "params", ())) > 1:
             by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
     for group in by_function.values():
-        missing = set().union(*map(values_of, group))
-        rest = list(group)
+        rest = [item for item in group if not any(m.name == "matrix" for m in item.own_markers)]
+        missing = set().union(*map(values_of, rest))
         while missing:
             # The last of those with most missing values, since the first values are the plainest.
             chosen = max(reversed(rest), key=lambda item: len(values_of(item) & missing))

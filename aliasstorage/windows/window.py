@@ -163,8 +163,10 @@ class Window:
 
     def check_bounds(self, nbytes: int) -> None:
         """Raise `WindowOutOfBoundsError` unless the window lies in ``nbytes`` bytes."""
-        low, high = self.span
-        if high > nbytes and self.numel:
+        # Not by `span` and `numel`, which are kept under a lock, and Dynamo traces no locks.
+        low, high = self.byte_offset, self.byte_offset
+        high += reach(self.size, self.stride) * self.dtype.itemsize
+        if high > nbytes and 0 not in self.size:
             raise WindowOutOfBoundsError(
                 "A window reaches past the end of its byte buffer.",
                 which=repr(self),

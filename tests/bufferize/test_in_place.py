@@ -115,8 +115,8 @@ CHANNELS_LAST, CONTIGUOUS = "(2, 4, 8, 8), (256, 1, 32, 4)", "(2, 4, 8, 8), (256
     "kernel, options, layout",
     [
         ((3,), {}, CONTIGUOUS),
-        ((3,), {"layout_optimization": True}, CHANNELS_LAST),
-        ((3, 3), {}, CHANNELS_LAST),
+        pytest.param((3,), {"layout_optimization": True}, CHANNELS_LAST, marks=pytest.mark.matrix),
+        pytest.param((3, 3), {}, CHANNELS_LAST, marks=pytest.mark.matrix),
     ],
 )
 def test_states_before_short_convolutions_are_no_images(kernel, options, layout):
@@ -350,7 +350,7 @@ CACHE_PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("path", ["stock", "ours"])
+@pytest.mark.parametrize("path", [pytest.param("stock", marks=pytest.mark.matrix), "ours"])
 def test_warm_caches_of_other_alias_patterns_stay_right(path, tmp_path):
     """Processes that share a cache folder, in several orders of alias patterns."""
     script = tmp_path / "program.py"
@@ -447,6 +447,7 @@ MIXED_CACHE_PROGRAM = textwrap.dedent(
 )
 
 
+@pytest.mark.matrix
 def test_entries_of_stock_compilations_are_not_found(tmp_path):
     """Stock handles one dtype by itself, and leaves entries whose keys ignore the aliasing."""
     script = tmp_path / "program.py"

@@ -17,6 +17,7 @@ from aliasstorage import Window, ops
 from aliasstorage.bufferize.analyze import PARTIAL_WRITES, in_place_overload
 from aliasstorage.bufferize.fusion_hazards import is_opaque_write
 from tests.fuzz import bump
+from tests.support.matrix import in_matrix
 
 SLOTS, OTHER = torch.tensor([1, 3, 3, 0]), torch.tensor([0, 1, 2, 3])
 
@@ -198,6 +199,7 @@ WRITES = {
     "custom operation": lambda w: reverse(w, torch.ones(())),
     "custom operation of itself": lambda w: reverse(w, w.clone()),
 }
+IN_EVERY_RUN = ("index_put", "masked_scatter", "copy", "fill", "custom operation")
 KEPT = {
     "clone": lambda w: w.clone(),
     "repeat": lambda w: w.repeat(1, 1),
@@ -209,7 +211,7 @@ KEPT = {
 
 @pytest.mark.usefixtures("compiler_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", in_matrix(WRITES, but=IN_EVERY_RUN))
 def test_what_was_read_before_a_write_and_is_used_after_it(write, dtype):
     """Inductor computes a value where it is needed, and moves nodes next to their users."""
 

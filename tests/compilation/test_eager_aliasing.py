@@ -90,6 +90,7 @@ def sweep(found, inner, modes, identities):
     return wrong
 
 
+@pytest.mark.matrix
 def test_a_slice_of_the_operator_database():
     """Operations that leave some argument as it is, one sample each."""
     wrong = []

@@ -106,6 +106,7 @@ def test_right_after_a_reload(module, strict):
     check(program, program.cache)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("module", [Owner])
 def test_aotinductor_package(module, tmp_path):
     path = torch._inductor.aoti_compile_and_package(

@@ -99,7 +99,7 @@ def unused_and_nested(caches, x):
 
 
 @pytest.mark.parametrize("stock_first", [False, True])
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
 def test_windows_that_move_and_are_not_used(inner, stock_first):
     """They are compiled for once, also where the function was compiled by a stock backend."""
     counter = CompileCounterWithBackend(aliasstorage.backend(inner))
@@ -236,7 +236,12 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize(
-    ("inner", "bufferize"), [("aot_eager", True), ("aot_eager", False), ("inductor", True)]
+    ("inner", "bufferize"),
+    [
+        ("aot_eager", True),
+        ("aot_eager", False),
+        pytest.param("inductor", True, marks=pytest.mark.matrix),
+    ],
 )
 @pytest.mark.parametrize("carrier", ["plain", "wrapped"])
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -20,6 +20,7 @@ from aliasstorage.layouts import (
     sglang,
     vllm,
 )
+from tests.support.matrix import in_matrix
 from tests.support.oracle import buffer_reports
 
 TABLES = json.loads((Path(__file__).parents[1] / "data" / "layouts.json").read_text())
@@ -177,7 +178,7 @@ def step(windows, rows, number):
 
 
 @pytest.mark.parametrize("carrier", ["plain", "wrapped"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", in_matrix(SMALL, but=list(SMALL)[::3]))
 def test_every_window_under_the_backend(name, carrier):
     """Random bytes, a step through all windows, the whole buffer compared, nothing copied."""
     rows = torch.tensor([1, 2])
@@ -204,8 +205,11 @@ def test_every_window_under_the_backend(name, carrier):
         assert all(window.nbytes <= report.nbytes // 2 for window, _ in report.copies)
 
 
+BLOCKS = [name for name in SMALL if not name.startswith("small-")]
+
+
 @pytest.mark.parametrize("carrier", ["plain", "wrapped"])
-@pytest.mark.parametrize("name", [name for name in SMALL if not name.startswith("small-")])
+@pytest.mark.parametrize("name", in_matrix(BLOCKS, but=BLOCKS[::4]))
 def test_another_number_of_blocks(name, carrier):
     """A cache of another length is compiled for once, wherever that moves its windows."""
     rows = torch.tensor([1, 2])

@@ -3,11 +3,13 @@
 import pytest
 
 from tests.fuzz import CONFIGURATIONS, INDUCTOR_CONFIGURATIONS, run
+from tests.support.matrix import in_matrix
 
 
+@pytest.mark.parametrize("seed", in_matrix(range(3), but=[0]))
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_random_programs(configuration):
-    run(40, seed=0, configurations=(configuration,))
+def test_random_programs(configuration, seed):
+    run(15, seed=seed, configurations=(configuration,))
 
 
 @pytest.mark.slow

@@ -50,6 +50,13 @@ def test_round_trip_through_a_tensor(dtype, size, stride):
         assert view.data_ptr() == buffer.data_ptr() + window.byte_offset
 
 
+def test_a_window_that_was_never_used_is_regenerated_in_a_graph():
+    """Its cached properties are kept under a lock, which Dynamo does not trace."""
+    window = Window(torch.float16, (4, 8))
+    compiled = torch.compile(window.regenerate, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(64, dtype=torch.uint8)).shape == (4, 8)
+
+
 def test_default_stride_is_row_major():
     assert Window(torch.float32, (2, 3, 4)).stride == (12, 4, 1)
     assert Window(torch.float32, (2, 0, 4)).stride == torch.empty(2, 0, 4).stride()
