@@ -1,7 +1,7 @@
 """Every test starts from nothing: no compiled code, and a compile cache of its own.
 
-A test with several parameters runs for all combinations in ``make test-all``. In ``make test`` it runs
-for as few as have each value of each parameter once; the others are marked ``matrix`` here.
+A test with several parameters runs for all combinations in ``make test-all``. In ``make test`` it
+runs for as few as have each value of each parameter once; the others are marked ``matrix`` here.
 """
 
 import pytest

@@ -205,11 +205,11 @@ def test_every_window_under_the_backend(name, carrier):
         assert all(window.nbytes <= report.nbytes // 2 for window, _ in report.copies)
 
 
-BLOCKS = [name for name in SMALL if not name.startswith("small-")]
+GROWING = [name for name in SMALL if not name.startswith("small-")]
 
 
 @pytest.mark.parametrize("carrier", ["plain", "wrapped"])
-@pytest.mark.parametrize("name", in_matrix(BLOCKS, but=BLOCKS[::4]))
+@pytest.mark.parametrize("name", in_matrix(GROWING, but=GROWING[::4]))
 def test_another_number_of_blocks(name, carrier):
     """A cache of another length is compiled for once, wherever that moves its windows."""
     rows = torch.tensor([1, 2])
