@@ -87,7 +87,7 @@ def test_only_compat_imports_private_names():
 
 # What each part may import: itself and what stands before it.
 ORDER = (
-    ("version", "errors", "_requirements", "_compat", "ops"),
+    ("version", "errors", "stage_logs", "_requirements", "_compat", "ops"),
     ("windows",),
     ("subclass",),
     ("caches", "layouts"),

@@ -5,6 +5,8 @@ After a change that is meant to change them: UPDATE_GOLDEN=1 python -m pytest te
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,26 @@ def test_what_a_step_makes_does_not_grow_with_the_storage():
             compiled(caches_of(views), torch.zeros(4, geometry.hidden), torch.tensor([0, 3, 5, 9]))
         made.append(sorted(recorder.sizes))
     assert made[0] == made[1]
+
+
+def test_every_stage_is_logged(tmp_path):
+    """TORCH_LOGS takes the name of the package."""
+    script = tmp_path / "step.py"
+    script.write_text(
+        "import torch\n"
+        "raw = torch.zeros(64, dtype=torch.uint8)\n"
+        "@torch.compile(backend='aliasstorage', options={'inner': 'aot_eager'})\n"
+        "def step(a, b):\n"
+        "    a.add_(1)\n"
+        "    return b + 1\n"
+        "step(raw.view(torch.int16), raw.view(torch.int32))\n"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "+aliasstorage"}
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, check=True
+    )
+    stages = ["Dynamo's graph:", "merged graph", "byte graph:", "graph for the inner backend:"]
+    places = [result.stderr.find(stage) for stage in stages]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert "window_a" in result.stderr.partition(stages[-1])[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -32,9 +31,8 @@ from aliasstorage.bufferize.simplify import (
 from aliasstorage.bufferize.symbolic_windows import symbol_sources
 from aliasstorage.bufferize.triton_kernels import written_arguments
 from aliasstorage.bufferize.typed_views import with_typed_views
+from aliasstorage.stage_logs import log, log_graph
 from aliasstorage.windows.window import Window
-
-log = logging.getLogger("aliasstorage")
 
 
 def bufferize(
@@ -168,6 +166,7 @@ def compile_bufferized(
     Raises:
         BackendUnsupportedError: Windows share bytes, or are not recognized, and may not be copied.
     """
+    log_graph("byte graph", module)
     placeholders = module.graph.find_nodes(op="placeholder")
     buffers = byte_buffers(module.graph) if enabled else []
     symbols = symbol_sources(placeholders, buffers)
@@ -188,6 +187,7 @@ def compile_bufferized(
     forget_mutation_regions(module)
     module.graph.lint()
     module.recompile()
+    log_graph("graph for the inner backend", module)
     if on_report is not None:
         on_report(reports, module)
     if for_inductor:

@@ -24,6 +24,7 @@ from aliasstorage.compilation.merge_inputs import make_window, merge
 from aliasstorage.compilation.mutated_inputs import written_inputs
 from aliasstorage.compilation.runtime_wrapper import bind
 from aliasstorage.compilation.slice_regeneration import regenerate_by_slices
+from aliasstorage.stage_logs import log_graph
 from aliasstorage.subclass.functional_buffers import backward_write_error
 from aliasstorage.subclass.higher_order_operators import register_rules
 from aliasstorage.subclass.symbolic_offsets import compiles_for_us
@@ -45,6 +46,7 @@ def compile_graph(
     in_place = options.get("bufferize", True) and form in ("windows", "arrays")
     register_rules()
     original = _unchanged_copy(module)
+    log_graph("Dynamo's graph", module)
     module = match_eager_aliasing(module)
     storages = find_storages(module.graph, example_inputs)
     roots = _named_windows(storages)
@@ -65,6 +67,7 @@ def compile_graph(
         if form in ("bytes", "slices"):
             _refuse_writes_in_backward(module)
             notify([], merged.module)
+        log_graph("merged graph, each storage one input", merged.module)
         compiled = compiler(merged.module, merged.example_inputs)
         return bind(compiled, original, guard, merged, longer=in_place)
 

@@ -7,7 +7,6 @@ storage.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch.fx
 from aliasstorage._compat import innermost_fn, storage_address
 from aliasstorage.compilation.alias_guards import AliasGuard, parameter_check
 from aliasstorage.compilation.merge_inputs import AliasedOutput, FromGraph, FromInput, MergedGraph
+from aliasstorage.stage_logs import log
 from aliasstorage.windows.byte_buffers import live_buffers, pinned_byte_buffer
 from aliasstorage.windows.window import Window
-
-log = logging.getLogger("aliasstorage")
 
 Compiled = Callable[..., Sequence[Any]]
 

@@ -5,6 +5,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+
+from aliasstorage._requirements import OLDEST, version_of
+from tests.support.stages import graphs_of_a_token_write
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,6 +25,23 @@ def test_blocks_run(page, tmp_path):
     path = tmp_path / "page.py"
     path.write_text("\n".join(blocks_of(page)))
     runpy.run_path(str(path))
+
+
+@pytest.mark.skipif(version_of(torch.__version__) != OLDEST, reason="graphs of another torch")
+def test_the_graphs_of_a_token_write_are_those_of_how_it_works():
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    graphs = graphs_of_a_token_write()
+    assert len(graphs) == 4
+    for stage, graph in graphs.items():
+        assert f"```text\n{graph}```" in page, f"{stage}:\n{graph}"
+
+
+def test_pages_name_files_that_exist():
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:aliasstorage|tests|benchmarks|examples)/[\w/]+\.py)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 def test_pages_link_to_files_that_exist():
