@@ -193,6 +193,8 @@ def overwrite_windows_after(sample: Sample) -> Callable[..., Any]:
 
 def is_random(sample: Sample) -> bool:
     """Return whether two calls differ, as those of random operations and empty tensors do."""
+    if "empty" in sample.name:
+        return True
     results = []
     for seed in range(2):
         torch.manual_seed(seed)

@@ -6,6 +6,7 @@ place. Imports ``windows``, ``subclass`` and ``bufferize``. In the order of the 
 
 * `backend`: ``torch.compile(..., backend="aliasstorage")``.
 * `compile_graph`: the steps below, one after the other.
+* `graph_copies`: copies of Dynamo's graph.
 * `eager_aliasing`: results that must alias what they alias in eager PyTorch.
 * `input_storages`: which inputs share a storage. `mutated_inputs`: which are written.
 * `merge_inputs`: the graph with one input for each storage.

@@ -12,6 +12,7 @@ import torch.fx
 from aliasstorage import _compat
 from aliasstorage.compilation.alias_guards import AliasGuard, lighten_window_guards
 from aliasstorage.compilation.eager_aliasing import match_eager_aliasing
+from aliasstorage.compilation.graph_copies import unchanged_copy
 from aliasstorage.compilation.graph_listeners import notify
 from aliasstorage.compilation.inner_compilers import inner_compiler
 from aliasstorage.compilation.input_storages import MergedStorage, find_storages, static_window
@@ -45,7 +46,7 @@ def compile_graph(
     form = form_of(inner, options.get("form"))
     in_place = options.get("bufferize", True) and form in ("windows", "arrays")
     register_rules()
-    original = _unchanged_copy(module)
+    original = unchanged_copy(module)
     log_graph("Dynamo's graph", module)
     module = match_eager_aliasing(module)
     storages = find_storages(module.graph, example_inputs)
@@ -131,12 +132,3 @@ def _refuse_writes_in_backward(module: torch.fx.GraphModule) -> None:
             is_backward = "autograd_function" in name and user.args[1:2] == (node,)
             if (is_backward or "checkpoint" in name) and written_inputs(body.graph):
                 raise backward_write_error(name)
-
-
-def _unchanged_copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a copy of a graph that no pass of a compiler reaches."""
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
-        node.meta = {}  # example values, which would be kept alive
-    return torch.fx.GraphModule(module, graph)

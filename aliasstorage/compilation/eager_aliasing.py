@@ -27,6 +27,7 @@ from aliasstorage._compat import (
     is_functorch_tensor,
     is_higher_order,
 )
+from aliasstorage.compilation.graph_copies import module_like
 from aliasstorage.compilation.input_storages import value_storage
 
 
@@ -183,12 +184,7 @@ def _corrected(
             continue
         if node.op not in ("placeholder", "output"):
             _infer_again(new[node])
-    corrected = torch.fx.GraphModule(module, graph)
-    corrected.meta = dict(module.meta)
-    for name in ("_param_name_to_source", "_source_to_user_stacks"):
-        if hasattr(module, name):
-            setattr(corrected, name, getattr(module, name))
-    return corrected
+    return module_like(module, graph)
 
 
 def _infer_again(node: torch.fx.Node) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.fx
 
 from aliasstorage._compat import AttrSource, TensorProperty, TensorPropertySource
+from aliasstorage.compilation.graph_copies import module_like
 from aliasstorage.compilation.input_storages import Extent, Member, MergedStorage, value_storage
 from aliasstorage.subclass.alias_tensor import AliasTensor
 from aliasstorage.windows.window import regenerate
@@ -146,11 +147,7 @@ def merge(
             env[node] = graph.node_copy(node, lambda old: env[old])
     assert output is not None  # noqa: S101  (every fx graph has one)
     _rewrite_outputs(graph, output, env, merged)
-    merged.module = torch.fx.GraphModule(module, graph)
-    merged.module.meta = dict(module.meta)
-    for name in ("_param_name_to_source", "_source_to_user_stacks"):
-        if hasattr(module, name):
-            setattr(merged.module, name, getattr(module, name))
+    merged.module = module_like(module, graph)
     return merged
 
 
