@@ -5,11 +5,11 @@ its arguments, so that no scheduler moves an access of one of them across it. On
 a node of the schedule from which no code is generated.
 
 Note [Two kinds of fences]
-On Inductor, a fence between several windows also ends the function that is being generated, as
-any operation does that is not Inductor's own. It has to: C++ compilers assume that pointers to
-different types do not point at one byte, and may exchange accesses within a function. A fence of
-one window only keeps loops apart, and the function goes on: starting another one costs a few
-microseconds a step.
+Problem: C++ compilers assume that pointers to different types do not point at one byte, and may
+exchange accesses within a function.
+Rule: on Inductor, a fence between several windows also ends the function that is being generated,
+as any operation does that is not Inductor's own. A fence of one window only keeps loops apart.
+Reason: each further function costs a few microseconds a step.
 
 ``aliasstorage::materialize(Tensor x) -> Tensor`` copies, bit for bit. An ``aten.clone`` would be
 dropped as a no-op by passes that assume a graph without mutation, and CPU Inductor would take
@@ -20,9 +20,10 @@ kernel instead.
 Inductor gets.
 
 Note [Writes that Inductor takes for the last one]
-An ``aten.copy_`` to an input is, to Inductor, the write-back at the end of a functional graph,
-after which nobody looks at the input. Of a graph that writes ``x.copy_(y)`` and goes on to
-``z = x.index_put(i, v)``, it makes ``x.index_put_(i, v)``.
+Problem: Inductor takes an ``aten.copy_`` to an input for the write-back at the end of a functional
+graph, after which nobody looks at the input. A graph that writes ``x.copy_(y)`` and continues with
+``z = x.index_put(i, v)`` would become ``x.index_put_(i, v)``.
+Rule: graphs for Inductor write windows by ``aliasstorage::write_``.
 
 ``aliasstorage::masked_write_(Tensor(a!) window, Tensor mask, Tensor value) -> ()`` writes where the
 mask is set, and keeps the bits of the rest.

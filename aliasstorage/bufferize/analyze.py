@@ -129,9 +129,10 @@ class Analysis:
         """Return whether a write must leave the elements alone that it keeps.
 
         Note [Kept elements keep their bits]
-        A masked write is a whole-window `where` that keeps old values, which compilers compute
-        in float32 for floats of 16 bits and less, and for bools as 0 and 1: the bits of NaNs
-        and odd bools that the program did *not* write would change.
+        Problem: a masked write is a `where` over the whole window that keeps old values. Compilers
+        compute it in float32 for floats of 16 bits and less, and as 0 and 1 for bools. The bits of
+        NaNs and odd bools that the program did *not* write would change.
+        Rule: dtypes of less than four bytes are written by ``masked_write_``.
         """
         return write.window.dtype.itemsize < 4 and write.value in self.kept_by
 

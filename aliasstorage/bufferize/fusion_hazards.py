@@ -1,18 +1,20 @@
 """Whether a compiler could fuse a read with a later write of the same memory, and be wrong.
 
 Note [Reads that must not be fused with a write]
-A loop that reads and writes one memory is right if it reads each element where it writes it. CPU
-Inductor checks that before it fuses a read with a later write, but only for the first write of
-a buffer: after that it looks for the read under a name that it no longer has (see
-``Scheduler.fusable_weak_dep``, torch 2.13 and 2.14), and ``b.copy_(b.flip(1))`` reads what it has
-just written. Between a read at other indices than the write's and the write, the planner
-therefore places a fence. Reads and writes at indices that only data tells are never fused.
+Problem: a loop that reads and writes one memory is right if it reads each element where it writes
+it. CPU Inductor checks this before it fuses a read with a later write, but only for the first
+write of a buffer. After that it looks for the read under a name that the read no longer has (see
+``Scheduler.fusable_weak_dep``, torch 2.13 and 2.14): ``b.copy_(b.flip(1))`` reads what it has just
+written.
+Rule: the planner places a fence between a read at other indices than the write's and the write.
+Reads and writes at indices that only data tells are never fused, and need no fence.
 
 Note [Opaque writes]
-Inductor computes a value where it is needed, and before a write of what the value reads. It sees
-that in time for its own writes. For those of kernels that it only calls, of custom operations and
-of ATen, it notices the write when the kernel stands already, and computes the value after it:
-``x = w * 2; op_that_writes(w); return x + 1``. Between any read and such a write, there is a fence.
+Problem: Inductor computes a value where it is needed, and before a write of what the value reads.
+It notices its own writes in time. It notices the writes of kernels that it only calls, of custom
+operations and of ATen, too late: ``x = w * 2; op_that_writes(w); return x + 1`` computes ``x``
+after the call.
+Rule: a fence stands between any read and such a write.
 """
 
 from __future__ import annotations

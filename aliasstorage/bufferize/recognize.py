@@ -241,11 +241,11 @@ def may_become_argument(node: torch.fx.Node) -> bool:
     """Return whether a compiler may take a node's value for its argument's memory.
 
     Note [Copies that a compiler may drop]
-    ``x = w.clone(); w.add_(1); return x * 2`` needs the old values of ``w``, and has them in ``x``.
-    Inductor drops the clone as a no-op, since it assumes that a graph writes only at its end; then
-    ``x`` is ``w``, and the product is that of the new values (torch 2.15). What is computed of
-    such a value is therefore a use of the window itself: if the window is written before it, the
-    plan makes a copy that no compiler drops.
+    Problem: ``x = w.clone(); w.add_(1); return x * 2`` needs the old values of ``w``, which ``x``
+    has. Inductor assumes that a graph writes only at its end, and drops the clone as a no-op.
+    Then ``x`` is ``w``, and the product is that of the new values (torch 2.15).
+    Rule: a use of such a value is a use of the window itself. If the window is written before it,
+    the plan makes a copy that no compiler drops.
     """
     if node.target not in NO_OPS:
         return may_alias_argument(node)

@@ -1,11 +1,12 @@
 """Windows whose size, stride or offset is symbolic: ``cache[:n]``, or a cache whose size changes.
 
 Note [Symbolic windows are roots of their own]
-What a symbolic window is, is known when the graph is called, so its typed view is made then and
-is an input of the graph like any other. For the planner it is opaque: equal to another one only
-if all extents are the same expressions, and sharing bytes with whatever its *hull*, the bytes
-that it can reach for any value of its symbols, shares bytes with. A hull that is too large costs
-a fence or a copy, never a wrong order.
+Problem: which bytes a symbolic window shows is known only when the graph is called.
+Rule: its typed view is made at the call, and is an input of the graph like any other. To the
+planner it is opaque. It is equal to another window only if all extents are the same expressions.
+It shares bytes with whatever its *hull* shares bytes with: the bytes that it can reach for any
+value of its symbols.
+Reason: a hull that is too large costs a fence or a copy, and never a wrong order.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
 """The alias pattern of a graph's inputs, and the checks that a call has it.
 
 Note [The alias pattern is checked in two places]
-Dynamo guards the dtype, size and stride of each input, and that windows have the same buffer
-object; it does not guard that two plain tensors share a storage, nor where in it they start.
-A graph compiled for disjoint inputs would silently run on overlapping ones. The pattern, which
-inputs share a storage and at which bytes, is therefore checked at each call, by the function
-that calls the compiled graph (`runtime_wrapper`): there it costs a fraction of a microsecond.
-
-A call with another pattern runs the graph eagerly, which is right for every pattern, and from
-then on the pattern is also a guard of the frame. A guard written in Python costs several
-microseconds a call, so only frames pay for it that have met two patterns. Dynamo then compiles
-each new pattern once, and a known one finds its own graph.
+Problem: Dynamo guards the dtype, size and stride of each input, and that windows have the same
+buffer object. It does not guard that two plain tensors share a storage, nor where in it they
+start. A graph that was compiled for disjoint inputs would silently run on overlapping ones.
+Rule: the pattern says which inputs share a storage, and at which bytes. The function that calls
+the compiled graph (`runtime_wrapper`) checks it at each call, which takes a fraction of a
+microsecond. A call with another pattern runs the graph eagerly, which is right for every pattern.
+From then on the pattern is a guard of the frame as well: Dynamo compiles each new pattern once,
+and a known pattern finds its own graph.
+Reason: a guard in Python takes several microseconds at each call. Only frames that have met two
+patterns pay for it.
 
 Note [Parameters stay where they are]
-A model's parameters are inputs of its graph, hundreds of them, and could be pointed at a cache's
-bytes like any tensor. Their data pointers are compared with those of the last call, all at once;
-only when one changed are they looked at one by one. Where tensors have no data pointers, on
-devices whose memory is opaque, that is at each call.
+Problem: a model's parameters are inputs of its graph, hundreds of them. Like any tensor, they
+could be pointed at a cache's bytes.
+Rule: their data pointers are compared with those of the last call, all at once. Only if one
+changed are they looked at one by one. On devices whose tensors have no data pointers, the storages
+are compared at each call.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class AliasGuard:
         tensors: The real tensor inputs of this compilation, by their position in the graph.
         sources: The Dynamo source of each.
         symbolic_offsets: Positions of windows whose storage offset is an input of the graph.
-        numbers: Positions of windows whose storage offset is a number in the graph, which holds
-            of one that is alone in its storage as well.
+        numbers: Positions of windows whose storage offset is a number in the graph. A window that
+            is alone in its storage can be one of them.
         lengths: For inputs of a storage that the graph has as a whole, its length in bytes.
 
     Attributes:
@@ -193,10 +194,11 @@ def lighten_window_guards() -> None:
     """Guard windows by one short Python call each, instead of several, in the frame being compiled.
 
     Note [What is guarded of a window]
-    Dynamo guards of a tensor subclass, in Python, that ``__tensor_flatten__`` gives the names and
-    the context that it gave, here ``["_buffer"]`` and (dtype, byte offset). The names are the
-    same for every `AliasTensor`, whose type is guarded; its dtype is guarded as that of any
-    tensor; so that only the offset is left to ask for, unless it is symbolic.
+    Problem: for a tensor subclass, Dynamo guards in Python that ``__tensor_flatten__`` returns the
+    same names and the same context: here ``["_buffer"]`` and (dtype, byte offset).
+    Rule: only the offset is guarded, unless it is symbolic.
+    Reason: the names are the same for every `AliasTensor`, whose type is guarded. The dtype is
+    guarded like that of any tensor.
     """
     replacements: dict[Any, Guard | None] = {}
     for source, fake in inputs_by_source().items():

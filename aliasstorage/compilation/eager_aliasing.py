@@ -1,13 +1,15 @@
 """Results that alias an argument in eager PyTorch but not in a trace, or the other way round.
 
 Note [What eager aliases]
-Some operations are traced by another decomposition than the one that eager PyTorch runs, and the
-two do not always alias alike. Outside training, ``dropout`` returns its argument, and is traced as
-a clone (pytorch #195422): what is written to the argument later shows in one and not in the other.
-Which operations do so, under which flags, differs from release to release. It is therefore not
-listed but found out: each operation of the graph is run once more on tensors without data, on the
-``meta`` device, where eager PyTorch's own decomposition runs. All else is as in a trace, so that a
-difference in aliasing is one between the two decompositions.
+Problem: torch traces some operations by another decomposition than the one that eager PyTorch
+runs, and the two do not always alias alike. Outside training, ``dropout`` returns its argument,
+and is traced as a clone (pytorch #195422). A later write to the argument shows in one result and
+not in the other.
+Rule: each operation of the graph is run once more on tensors without data, on the ``meta`` device.
+There eager PyTorch's own decomposition runs. All else is as in a trace, so that a difference in
+aliasing is one between the two decompositions; the graph is then corrected.
+Reason: which operations differ, and under which flags, changes from release to release. A list of
+names would be wrong soon.
 """
 
 from __future__ import annotations

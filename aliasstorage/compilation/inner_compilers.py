@@ -93,11 +93,12 @@ def _boxed(compiler: Compiler) -> Compiler:
 def _layout_patches(module: torch.fx.GraphModule, options: dict[str, Any]) -> dict[str, bool]:
     """Return what changes in Inductor's options for the layouts of values of a graph."""
     # Note [States are not images]
-    # Inductor lays values of four dimensions that flow into or out of a convolution as images,
-    # channels last, whatever the convolution's own number of dimensions is. In a hybrid model,
-    # these are the recurrent states of the layers before a short convolution: they are computed
-    # in an order across their heads, and transposed when they are written to their windows.
-    # Where all convolutions are one-dimensional, there are no images.
+    # Problem: Inductor lays values of four dimensions that flow into or out of a convolution as
+    # images, channels last, whatever the convolution's own number of dimensions is. In a hybrid
+    # model, these are the recurrent states of the layers before a short convolution. They are
+    # computed in an order across their heads, and transposed when they are written.
+    # Rule: where all convolutions are one-dimensional, there are no images, and the layout
+    # optimization is left out.
     if "layout_optimization" in options or _compat.inductor_config.force_layout_optimization:
         return {}
     inputs = [

@@ -1,11 +1,11 @@
 """`AliasTensor`: a typed window over a byte buffer, as a tensor.
 
 Note [Two kinds of AliasTensor]
-Over a buffer of real bytes, an AliasTensor is an alias of the plain typed view: it has that
-view's storage, data pointer and version counter, and an operation on it runs on the view.
-While torch traces, the buffer is a FakeTensor or a FunctionalTensor; there an AliasTensor is a
-wrapper without storage, and each operation regenerates the typed view from the buffer, so that
-every read and every write appears in the graph as a window of the one buffer.
+Over a buffer of real bytes, an AliasTensor is an alias of the plain typed view. It has that view's
+storage, data pointer and version counter, and an operation on it runs on the view. While torch
+traces, the buffer is a FakeTensor or a FunctionalTensor. There an AliasTensor is a wrapper without
+storage. Each operation regenerates the typed view from the buffer, so that every read and every
+write appears in the graph as a window of the one buffer.
 """
 
 from __future__ import annotations

@@ -94,9 +94,10 @@ def _view(func: OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[st
             return AliasTensor._from_plain(buffer, result)
         return [AliasTensor._from_plain(buffer, item) for item in result]
     # Note [A traced view is a window of the buffer]
-    # The view's size, stride and offset are computed on a tensor without data, outside the
-    # trace; the result is regenerated from the buffer when it is used. A chain of views thus
-    # never becomes a chain in the graph: a write through it is one scatter at its own bytes.
+    # Rule: the view's size, stride and offset are computed on a tensor without data, outside the
+    # trace. The result is regenerated from the buffer when it is used.
+    # Reason: a chain of views does not become a chain in the graph, and a write through it is one
+    # scatter at exactly its own bytes.
     with disable_current_modes():
         nbytes = buffer.shape[0]
         bytes_ = torch.empty(nbytes, dtype=torch.uint8, device="meta")

@@ -1,20 +1,22 @@
-"""Writes that are traced as other operations, with the same bytes.
+"""Writes that are traced as other operations, to keep every bit of what they do not write.
 
 Note [Moves are done on integers]
-A functional graph writes a few elements of a window by making all of the window's values anew.
-For 16-bit floats and smaller, and for bools, the kernels that keep the other values change the
-bits of NaNs and of bools other than 0 and 1: eager ATen's some of them, CPU Inductor's all.
-Where a byte graph is the final form, on the stock path, a write that only moves values is
-therefore traced on the integer view of the window; one that computes them (an accumulation) is
-computed on a copy, of which the elements that it reaches are moved. Where writes become in-place
-ones, they touch nothing else anyway.
+Problem: a functional graph writes a few elements of a window by computing all of its values anew.
+For 16-bit floats and smaller, and for bools, the kernels that copy the other values change the
+bits of NaNs and of bools other than 0 and 1. Some kernels of eager ATen do so, and all of CPU
+Inductor's.
+Rule: where the byte graph is the final form (the stock path), a write that only moves values is
+traced on the integer view of the window. A write that computes values, an accumulation, is
+computed on a copy; only the elements that it reaches are moved into the window. Where writes
+become in-place ones, they touch no other element, and nothing of this is needed.
 
 Note [Storages that end inside an element]
-Functionalization makes of ``copy_`` a copy that first clones the storage of its target, as elements
-of the target's dtype, and asserts that the storage has a whole number of them. 41 bytes with a
-window of int64 at the first 40 have not. Copies to such windows, and fills with tensors, which
-Inductor makes copies of, are traced on the window's bytes. Of a symbolic length, a guard tells
-which of the two it is; on byte graphs nothing does: the real storage may be longer than the buffer.
+Problem: functionalization turns ``copy_`` into a copy that first clones the storage of the target,
+as elements of the target's dtype. It asserts that the storage holds a whole number of them. A
+storage of 41 bytes with an int64 window over the first 40 does not.
+Rule: copies to such windows, and fills with tensors, are traced on the window's bytes. If the
+length is symbolic, a guard decides. On byte graphs no guard can decide, because the real storage
+may be longer than the traced buffer; there the copy is always traced on bytes.
 """
 
 from __future__ import annotations

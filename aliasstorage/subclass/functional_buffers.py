@@ -1,16 +1,16 @@
-"""While AOTAutograd traces: one functional buffer per byte buffer.
+"""While AOTAutograd traces: one functional buffer for each byte buffer.
 
 Note [One mutated input per storage]
-Stock `torch.compile` flattens each window to its own graph input, the buffer. Dynamo fakes one
-real buffer object to one fake object, so all windows of a storage get one proxy: N
-placeholders, of which one is used. But AOTAutograd then wraps each of them in a
-FunctionalTensor of its own, and a write through one window would not be seen through another.
-Three hooks close this, all reached through the subclass:
+Problem: stock `torch.compile` flattens each window to its own graph input, the buffer. Dynamo
+fakes one real buffer object to one fake object, so that all windows of a storage get one proxy: N
+placeholders, of which one is used. But AOTAutograd then wraps each of them in a FunctionalTensor
+of its own, and a write through one window would not be seen through another.
+Rule: three hooks close this gap. All of them are reached through the subclass.
 
-1. `__tensor_unflatten__` hands back, per functional mode, the *first* FunctionalTensor made
-   for a fake buffer (`canonical_buffer`). All windows then write one functional buffer.
+1. `__tensor_unflatten__` returns, for each functional mode, the *first* FunctionalTensor that was
+   made for a fake buffer (`canonical_buffer`). All windows then write one functional buffer.
 2. AOTAutograd's epilogue writes each mutated window back with ``old.copy_(new)``. All of these
-   stand for one write of the buffer, which `is_written_back` emits once.
+   copies stand for one write of the buffer, which `is_written_back` emits once.
 3. Views go through `return_and_correct_aliasing`, so that a returned view is recognized.
 """
 
@@ -101,13 +101,14 @@ def is_done_in_backward(buffer: torch.Tensor) -> bool:
     """Return whether what is traced of a buffer belongs to the backward pass, or does so as well.
 
     Note [Writes in a backward pass]
-    What a backward pass writes to an input, AOTAutograd computes in the joint graph from what the
-    forward pass left there. The partitioner may do that in the forward pass, and the backward pass
-    then copies the result into the whole input: into the whole storage, for windows. Whatever was
-    written between the two passes is lost. Such graphs are refused when they are traced.
-    So are writes of a checkpointed region: eager PyTorch does them once more when it computes the
-    region again, and a compiled function only once.
-    A function may also be compiled while a backward pass runs, so it is not enough that one runs.
+    Problem: AOTAutograd computes what a backward pass writes to an input in the joint graph, from
+    what the forward pass left there. The partitioner may move this into the forward pass. The
+    backward pass then copies the result into the whole input, which is the whole storage for
+    windows. Whatever was written between the two passes is lost. A checkpointed region that writes
+    is wrong in another way: eager PyTorch writes once more when it computes the region again.
+    Rule: such graphs are refused when they are traced.
+    A function may also be compiled while a backward pass runs. It is therefore not enough that one
+    runs: the pass in which the first window was made is compared.
     """
     made_in = getattr(buffer, "_made_in_pass", None)
     return made_in is not None and (made_in != backward_pass() or is_computed_again())
@@ -198,9 +199,10 @@ def _refuse_mixed_inputs(fake: torch.Tensor) -> None:
 
 
 # Note [Caches on disk ignore aliasing]
-# AOTAutograd's cache key describes each input by itself, so a graph compiled for windows of one
-# buffer would also be found for windows of two. Each window therefore adds to the key which
-# buffer it has, counted in the order in which the inputs of one compilation are hashed.
+# Problem: AOTAutograd's cache key describes each input by itself. A graph that was compiled for
+# windows of one buffer would also be found for windows of two.
+# Rule: each window adds to the key which buffer it has, counted in the order in which the inputs of
+# one compilation are hashed.
 _ordinals: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 

@@ -1,11 +1,12 @@
 """What higher-order operators do with windows.
 
 Note [Higher-order operators take plain views]
-A higher-order operator (`flex_attention`, `while_loop`, the call of a Triton kernel) does not pass
-through ``__torch_dispatch__``; torch looks for a rule by the type of an argument. There is one here
-for all: windows become typed views, and the operator is called again. Torch asks the first argument
-that is not a plain tensor, which need not be a window, and before that the fake mode, which wants
-no other kind of tensor; so the rule also stands there, and leaves calls without windows alone.
+Problem: a higher-order operator (`flex_attention`, `while_loop`, the call of a Triton kernel) does
+not pass through ``__torch_dispatch__``. torch looks for a rule by the type of an argument.
+Rule: one rule serves all operators. It replaces windows by typed views and calls the operator
+again. torch asks the first argument that is not a plain tensor, which need not be a window. Before
+that it asks the fake mode, which accepts no other kind of tensor. The rule is therefore registered
+for these types as well, and leaves calls without windows alone.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def _rule(operator: Any) -> Any:
 
 
 # Note [Branches, loops and regions that write windows]
-# Functionalization describes what a subgraph writes as a view of its base, by an offset in the
-# whole storage, which is another one once the base is a typed view. A nested region that writes
-# windows is therefore traced where it is called; branches and loops write copies, which are written
-# back after them.
+# Problem: functionalization describes what a subgraph writes as a view of its base, by an offset in
+# the whole storage. That offset is another one once the base is a typed view.
+# Rule: a nested region that writes windows is traced where it is called. Branches and loops write
+# copies, which are written back after them.
 
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AliasTensor]:

@@ -1,16 +1,16 @@
-"""Results that a compiler may take for the window they were made from.
+"""Copies of windows that a compiler would drop, and that must stay copies.
 
 Note [A copy of a window must stay a copy]
-Inductor drops operations that leave their argument as it is: a clone, a repeat by ones, a cat of
-one tensor, a sum with zeros, a conversion there and back. It does so where the argument is not an
-input's memory, and on a byte graph a buffer that was written is none: the functional write makes
-a new tensor. Later Inductor writes the input in place of that tensor, and the "copy" comes back as
-an alias of the buffer, through which later writes show. Stock `torch.compile` does the same to
-plain tensors: ``x[:3] = 3; return x.repeat(1, 1)`` returns an alias of ``x``.
-Where a byte graph goes to a compiler as it is, the result of such an operation is computed once
-more, on its bits, by an operation that is the identity and that no pass knows to be one. A clone is
-computed so in the first place, which also keeps the bits of NaNs. Graphs that the backend of this
-library rewrites copy by an operation of its own instead.
+Problem: Inductor drops operations that leave their argument as it is: a clone, a repeat by ones, a
+cat of one tensor, a sum with zeros, a conversion there and back. It keeps them only where the
+argument is an input. On a byte graph, a written buffer is not an input: the functional write made
+a new tensor. Later Inductor writes the input in place of that tensor. The "copy" then is an alias
+of the buffer, and later writes show in it. Stock `torch.compile` does the same to plain tensors:
+``x[:3] = 3; return x.repeat(1, 1)`` returns an alias of ``x``.
+Rule: where a byte graph goes to a compiler as it is, the result of such an operation is computed
+once more, on its bits, by an operation that changes nothing and that no pass recognizes. A clone
+is computed in this way to begin with. Graphs that this library bufferizes use `ops.materialize`.
+Reason: working on bits also keeps the bits of NaNs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Offsets of windows that change from call to call, while Dynamo traces.
 
 Note [Offsets that change]
-Dynamo makes a size symbolic when it is another one than at the last trace of the frame, and with
-it the storage offset of a plain view. The offset of a tensor subclass it takes as it is, from the
-static context: a window that moves when its cache grows would be compiled for each offset. So
-that is done here, where Dynamo asks for the fake window, for graphs that this library's backend
-merges: there the offset of a window is an input like any other extent. Stock AOTAutograd has no
-place for it, and keeps the number.
-
-As with plain views, the offset of a window of fixed size stays a number.
+Problem: Dynamo makes a size symbolic when it differs from the last trace of the frame, and with it
+the storage offset of a plain view. The offset of a tensor subclass is static to it. A window that
+moves when its cache grows would be compiled for each offset.
+Rule: graphs that this library's backend merges take the offset of such a window as an input, like
+any other extent. It is made symbolic here, where Dynamo asks for the fake window. Stock
+AOTAutograd has no place for a symbolic offset, so there it stays a number. As with plain views,
+the offset of a window of fixed size stays a number.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 """The windows among the arguments of one call: which overlap, and calls that get copies of some.
 
 Note [One call, overlapping windows]
-In a functional graph an operation reads all of its arguments before it writes, and writes each
-mutated argument as a whole. When a mutated window shares bytes with another argument, that is
-not what the operation does on memory: the bytes that one argument's write leaves could be
-undone by another's old ones. ATen's own operations define their result for such arguments or
-refuse them; a foreach is done one tensor at a time, as in eager mode; of other operations, and of
-Triton kernels, nobody knows what they read first, so while tracing they are refused.
+Problem: in a functional graph, an operation reads all of its arguments before it writes, and
+writes each mutated argument as a whole. If a mutated window shares bytes with another argument,
+this is not what the operation does on memory: old bytes of one argument could undo what the other
+wrote.
+Rule: ATen's own operations define their result for such arguments, or refuse them. A foreach
+operation is done one tensor at a time, as eager mode does it. Other operations and Triton kernels
+are refused while tracing.
+Reason: nobody can know what those read first.
 
 Note [Custom operations get copies on byte graphs]
-Inductor makes a copy of what a custom operation mutates, unless it can do without, by as_strided
-with an offset in the whole storage. Of a view in another dtype of a buffer that was written in
-the graph, it takes the offset from the view instead, and the write goes to other bytes. Nor may
-the copy be a view in another dtype: Inductor gives the memory under it to other values while it
-is still read.
+Problem: Inductor copies what a custom operation mutates, unless it can avoid it, by as_strided
+with an offset in the whole storage. If the argument is a view in another dtype of a buffer that
+was written in the graph, Inductor takes the offset from that view, and the operation writes other
+bytes.
+Rule: the operation gets real copies, which are written back after it. The copy must not be a view
+in another dtype either: Inductor would reuse its memory while it is still read.
 """
 
 from __future__ import annotations
@@ -53,10 +56,11 @@ def tell_autograd(written: AliasTensor) -> None:
     """Count a traced write as one of every window that shares bytes with the written one.
 
     Note [Windows that are saved for a backward pass]
-    What a backward pass needs of a window, autograd saves as the window itself, and reads it later,
-    when its buffer may have been written through another one. Plain views share a version counter,
-    by which eager PyTorch sees that and raises an error; traced windows have one each. A write is
-    therefore counted in those of all windows over its bytes.
+    Problem: autograd saves a window that the backward pass needs as the window itself, and reads it
+    later. By then its buffer may have been written through another window. Plain views share a
+    version counter, by which eager PyTorch notices the write and raises an error. Traced windows
+    have one counter each.
+    Rule: a write is counted in the counters of all windows over its bytes.
     """
     for other in functional_buffers.other_windows(written):
         if not (written._is_static and other._is_static) or written.window.overlaps(other.window):

@@ -1,10 +1,11 @@
-"""One byte buffer object per storage.
+"""One byte buffer object for each storage.
 
 Note [One buffer object per storage]
-Dynamo and AOTAutograd recognize that two inputs share a buffer by the identity of the buffer
-*object*. Two `wrap` calls on one storage must therefore hand out the same object, and nothing
-may keep the storage alive for it: the registry holds buffers weakly, under the identity of
-their storage, which cannot be reused while a buffer holds the storage.
+Problem: Dynamo and AOTAutograd recognize that two inputs share a buffer by the identity of the
+buffer *object*. Two `wrap` calls on one storage must therefore return the same object. But the
+object must not keep the storage alive.
+Rule: a registry holds the buffers weakly, under the identity of their storage.
+Reason: that identity cannot be reused while a buffer holds the storage.
 """
 
 from __future__ import annotations
